@@ -1,0 +1,1 @@
+"""atbx: a JAX-style functional inference runtime for transformer language models, for Ascend NPUs and CPUs."""
