@@ -1,0 +1,99 @@
+"""The Llama family as pure functions: Llama 2 and 3.x, SmolLM2, TinyLlama, Mistral (with its window).
+
+`forward` is written over a parameter tree, a `Step` and a KV cache; `abstract` describes that tree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from atbx.core.abstract import Abstract
+from atbx.ops.rope import Rope
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes and constants of a Llama-family model.
+
+    vocab V, width M, layers L, heads H, kv_heads K, head_size D, ff F (feed-forward width), eps of the norms,
+    context (tokens the model was trained for), window (sliding window W, the token itself included; None =
+    full attention), tied (the output projection is the embedding), biases of the projections, activation of
+    the gated feed-forward network ("silu", "gelu" or "gelu_tanh").
+    """
+
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    ff: int
+    rope: Rope
+    eps: float = 1e-5
+    context: int = 2048
+    window: int | None = None
+    tied: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    activation: str = "silu"
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"LlamaConfig: heads must be a multiple of kv_heads; found {self.heads} and {self.kv_heads}"
+            )
+
+    @property
+    def scale(self) -> float:
+        """Factor on attention scores, 1 / sqrt(head size)."""
+        return float(self.head_size) ** -0.5
+
+
+def abstract(config: LlamaConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """The parameter tree of `config` as `Abstract` leaves; linear weights are [out, in]."""
+
+    def weight(*shape: int, axes: tuple[str, ...], layout: str | None = "out_in") -> Abstract:
+        return Abstract(shape, dtype, axes=axes, layout=layout)
+
+    def vector(size: int, axis: str, init: str) -> Abstract:
+        return Abstract((size,), dtype, axes=(axis,), init=init)
+
+    M, F, D = config.width, config.ff, config.head_size
+    q, kv = config.heads * D, config.kv_heads * D
+    layer: dict[str, Abstract] = {
+        "attn_norm": vector(M, "model", "ones"),
+        "q": weight(q, M, axes=("heads", "model")),
+        "k": weight(kv, M, axes=("kv_heads", "model")),
+        "v": weight(kv, M, axes=("kv_heads", "model")),
+        "o": weight(M, q, axes=("model", "heads")),
+        "mlp_norm": vector(M, "model", "ones"),
+        "gate": weight(F, M, axes=("ff", "model")),
+        "up": weight(F, M, axes=("ff", "model")),
+        "down": weight(M, F, axes=("model", "ff")),
+    }
+    if config.qkv_bias:
+        layer |= {
+            "q_bias": vector(q, "heads", "zeros"),
+            "k_bias": vector(kv, "kv_heads", "zeros"),
+            "v_bias": vector(kv, "kv_heads", "zeros"),
+        }
+    if config.out_bias:
+        layer |= {"o_bias": vector(M, "model", "zeros")}
+    if config.mlp_bias:
+        layer |= {
+            "gate_bias": vector(F, "ff", "zeros"),
+            "up_bias": vector(F, "ff", "zeros"),
+            "down_bias": vector(M, "model", "zeros"),
+        }
+    tree: dict[str, Any] = {
+        "embed": weight(config.vocab, M, axes=("vocab", "model"), layout=None),
+        "layers": [dict(layer) for _ in range(config.layers)],
+        "norm": vector(M, "model", "ones"),
+    }
+    if not config.tied:
+        tree["lm_head"] = weight(config.vocab, M, axes=("vocab", "model"))
+    return tree
