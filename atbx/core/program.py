@@ -1,0 +1,171 @@
+"""Programs as data: inputs, equations, outputs, each value a shape and a dtype.
+
+A program prints like a jaxpr, is compared by structure, counted, costed, and rewritten by pure functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from atbx.core.abstract import Abstract
+from atbx.core.op import Cost, Op
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Var:
+    """A value of a program: compared by identity; `path` names a program input."""
+
+    abstract: Abstract
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """An operand that is no tensor: a weak Python scalar, or None for an operand left out."""
+
+    value: bool | int | float | None
+
+
+Atom = Var | Literal
+
+
+@dataclass(frozen=True, eq=False)
+class Equation:
+    """`outputs = op(inputs, **params)`; `scope` is where the model was (layers/3), `source` the user's line."""
+
+    op: Op
+    inputs: tuple[Atom, ...]
+    outputs: tuple[Var, ...]
+    params: dict[str, Any] = field(default_factory=dict)
+    scope: str = ""
+    source: str = ""
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """Operands as the rules of an op see them: Abstract, scalar or None."""
+        return tuple(x.abstract if isinstance(x, Var) else x.value for x in self.inputs)
+
+    @property
+    def results(self) -> tuple[Abstract, ...]:
+        """Shapes and dtypes of the outputs."""
+        return tuple(v.abstract for v in self.outputs)
+
+    def cost(self) -> Cost:
+        """FLOPs and bytes by the op's cost rule."""
+        return self.op.cost(self.operands, self.results, **self.params)
+
+    def input_vars(self) -> Iterator[Var]:
+        """The inputs that are values, in order."""
+        return (x for x in self.inputs if isinstance(x, Var))
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A staged function: `outputs` from `inputs` by `equations` in order; `constants` are small captured tensors."""
+
+    inputs: tuple[Var, ...]
+    equations: tuple[Equation, ...]
+    outputs: tuple[Atom, ...]
+    constants: tuple[tuple[Var, torch.Tensor], ...] = ()
+
+    def __str__(self) -> str:
+        return format_program(self)
+
+    def __len__(self) -> int:
+        return len(self.equations)
+
+    def __eq__(self, other: object) -> bool:
+        """Same structure: ops, operands, params, shapes, constants; names, scopes and sources do not count."""
+        if not isinstance(other, Program):
+            return NotImplemented
+        if format_program(self, structure=True) != format_program(other, structure=True):
+            return False
+        return all(torch.equal(a, b) for (_, a), (_, b) in zip(self.constants, other.constants, strict=True))
+
+    def __hash__(self) -> int:
+        return hash(format_program(self, structure=True))
+
+    def cost(self) -> Cost:
+        """FLOPs and bytes of all equations."""
+        total = Cost()
+        for equation in self.equations:
+            total = total + equation.cost()
+        return total
+
+    def count(self, op: str | None = None, scope: str | None = None) -> int:
+        """Number of equations, of one op and in one scope where named."""
+        return sum((op is None or e.op.name == op) and (scope is None or e.scope == scope) for e in self.equations)
+
+    def uses(self) -> dict[Var, list[int]]:
+        """For each value the indices of the equations that read it; len(equations) stands for the outputs."""
+        found: dict[Var, list[int]] = {}
+        for index, equation in enumerate(self.equations):
+            for var in equation.input_vars():
+                found.setdefault(var, []).append(index)
+        for atom in self.outputs:
+            if isinstance(atom, Var):
+                found.setdefault(atom, []).append(len(self.equations))
+        return found
+
+    def with_equations(self, equations: Iterable[Equation]) -> Program:
+        """The same program with other equations."""
+        return replace(self, equations=tuple(equations))
+
+
+def _names() -> Iterator[str]:
+    length = 0
+    while True:
+        number, name = length, ""
+        while True:
+            name = chr(ord("a") + number % 26) + name
+            number = number // 26 - 1
+            if number < 0:
+                break
+        yield name
+        length += 1
+
+
+def _format_param(value: Any) -> str:
+    return value.__name__ if callable(value) and hasattr(value, "__name__") else repr(value)
+
+
+def format_program(program: Program, *, structure: bool = False) -> str:
+    """`program` as text, one equation a line.
+
+    With `structure`, only what makes two programs equal: no input paths and no scopes.
+    """
+    fresh = _names()
+    names: dict[Var, str] = {}
+
+    def name(atom: Atom) -> str:
+        if isinstance(atom, Literal):
+            return "_" if atom.value is None else repr(atom.value)
+        if atom not in names:
+            names[atom] = next(fresh)
+        return names[atom]
+
+    def typed(var: Var) -> str:
+        return f"{name(var)}:{var.abstract}"
+
+    lines = ["{ program"]
+    for var in program.inputs:
+        lines.append(f"    in {typed(var)}" + ("" if structure or not var.path else f"  # {var.path}"))
+    for var, _ in program.constants:
+        lines.append(f"    const {typed(var)}")
+    for equation in program.equations:
+        params = " ".join(f"{k}={_format_param(v)}" for k, v in sorted(equation.params.items()))
+        left = " ".join(typed(v) for v in equation.outputs)
+        right = " ".join([equation.op.name + (f"[{params}]" if params else ""), *map(name, equation.inputs)])
+        comment = f"  # {equation.scope}" if equation.scope and not structure else ""
+        lines.append(f"    {left} = {right}{comment}")
+    lines.append(f"    out {' '.join(name(atom) for atom in program.outputs)}")
+    return "\n".join([*lines, "}"])
+
+
+def map_atoms(atoms: Iterable[Atom], substitute: Callable[[Atom], Atom]) -> tuple[Atom, ...]:
+    """Atoms after a substitution."""
+    return tuple(substitute(atom) for atom in atoms)
