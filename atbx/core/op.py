@@ -40,6 +40,10 @@ def _traffic_only(operands: tuple[Any, ...], results: tuple[Abstract, ...], **pa
     return Cost(0.0, traffic(operands, results))
 
 
+def _copy_shape(x: Abstract) -> Abstract:
+    return Abstract(x.shape, x.dtype)
+
+
 def _mixes_nothing(*operands: Any, **params: Any) -> Iterable[tuple[int, int]]:
     return ()
 
@@ -57,6 +61,7 @@ class Op:
     cost:      cost rule, `cost(operands, results, **params)` to a `Cost`.
     updates:   pairs (operand index, result index): that result is the operand's value after an update, so a
                backend may write it in place when nothing else needs the old value.
+    views:     results may share the memory of operand 0 (reshape, slices, a cast to the dtype it has).
     mixes:     `mixes(*operands, **params)` yields (operand index, axis) for each axis along which entries
                influence each other; a bucketed axis must not be among them.
     """
@@ -66,6 +71,7 @@ class Op:
     reference: Callable[..., Any]
     cost: Callable[..., Cost] = _traffic_only
     updates: tuple[tuple[int, int], ...] = ()
+    views: bool = False
     mixes: Callable[..., Iterable[tuple[int, int]]] = _mixes_nothing
     doc: str = field(default="", compare=False)
 
@@ -155,3 +161,8 @@ def register_op(op: Op) -> Op:
 def registered_ops() -> Mapping[str, Op]:
     """All ops by name."""
     return dict(_registry)
+
+
+COPY = register_op(
+    Op("copy", _copy_shape, lambda x: x.clone(), doc="A visible copy that a plan inserts before an update.")
+)

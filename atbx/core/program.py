@@ -98,7 +98,9 @@ class Program:
 
     def count(self, op: str | None = None, scope: str | None = None) -> int:
         """Number of equations, of one op and in one scope where named."""
-        return sum((op is None or e.op.name == op) and (scope is None or e.scope == scope) for e in self.equations)
+        return sum(
+            (op is None or e.op.name == op) and (scope is None or e.scope == scope) for e in self.equations
+        )
 
     def uses(self) -> dict[Var, list[int]]:
         """For each value the indices of the equations that read it; len(equations) stands for the outputs."""

@@ -1,0 +1,268 @@
+"""Executables: a variant lowered to a flat list of calls over numbered slots.
+
+Each call names the slots it reads, the slots it writes and those it reads last; running a step is one walk over the
+list, and no model function or op is entered.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from atbx.core.backend import Backend, Choice
+from atbx.core.binding import Preparer
+from atbx.core.memory import MemoryPlan, copies_needed, plan_memory, storage_roots
+from atbx.core.op import COPY
+from atbx.core.program import Atom, Equation, Literal, Program, Var
+from atbx.core.rewrite import split_prepared
+
+Run = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kernel call: `outs = run(*reads)`; `drops` are slots that nothing later reads."""
+
+    run: Run
+    reads: tuple[int, ...]
+    outs: tuple[int, ...]
+    drops: tuple[int, ...]
+    label: str
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A program with its kernels chosen, independent of any one binding."""
+
+    program: Program
+    bound: tuple[Var, ...]
+    prepared: tuple[Equation, ...]
+    choices: tuple[Choice, ...]
+    memory: MemoryPlan
+    copies: tuple[str, ...]
+
+
+def with_copies(program: Program, owned: Sequence[Var]) -> tuple[Program, tuple[str, ...]]:
+    """`program` with a visible copy before each update that may not be done in place, and after each output that
+    would otherwise share memory with an input. The second value says what was copied and why."""
+    notes: list[str] = []
+    needed = copies_needed(program, owned)
+    equations: list[Equation] = []
+    for index, equation in enumerate(program.equations):
+        inputs = list(equation.inputs)
+        for (where, operand), var in needed.items():
+            if where == index:
+                copy = Var(var.abstract)
+                equations.append(Equation(COPY, (var,), (copy,), {}, equation.scope, equation.source))
+                inputs[operand] = copy
+                notes.append(f"{equation.op.name} operand {operand} is read later, or was not donated")
+        equations.append(replace(equation, inputs=tuple(inputs)))
+    program = program.with_equations(equations)
+    roots = storage_roots(program)
+    foreign = {*program.inputs, *(v for v, _ in program.constants)} - set(owned)
+    outputs: list[Atom] = []
+    for atom in program.outputs:
+        if isinstance(atom, Var) and roots.get(atom, atom) in foreign:
+            copy = Var(atom.abstract)
+            equations.append(Equation(COPY, (atom,), (copy,)))
+            notes.append("an output would share memory with an argument")
+            atom = copy
+        outputs.append(atom)
+    return replace(program, equations=tuple(equations), outputs=tuple(outputs)), tuple(notes)
+
+
+class Executable:
+    """A lowered program over one binding: ready to run."""
+
+    def __init__(self, lowered: Lowered, preparer: Preparer | None, device: torch.device) -> None:
+        self.lowered = lowered
+        self._device = device
+        self._slots: dict[Any, int] = {}
+        self._template: list[Any] = []
+        self._lock = threading.Lock()
+        program = lowered.program
+        self._build(program, preparer)
+
+    def _slot(self, owner: Any, value: Any = None) -> int:
+        if owner not in self._slots:
+            self._slots[owner] = len(self._template)
+            self._template.append(value)
+        return self._slots[owner]
+
+    def _build(self, program: Program, preparer: Preparer | None) -> None:
+        lowered = self.lowered
+        bound = set(lowered.bound)
+        fed = bound.union(*(e.outputs for e in lowered.prepared)) if preparer is not None else set()
+        prepared = set() if preparer is None else set(map(id, lowered.prepared))
+        self.input_slots = tuple(self._slot(v) for v in program.inputs if v not in bound or preparer is None)
+        for var, value in program.constants:
+            self._template[self._slot(var)] = value.to(self._device)
+        workspace = self._workspace()
+        front: list[Call] = []
+        calls: list[Call] = []
+        planned: dict[Hashable, int] = {}
+        dynamic_inputs = {v for v in program.inputs if v not in bound}
+        choices = iter(lowered.choices)
+        for equation in program.equations:
+            if id(equation) in prepared:
+                continue
+            choice = next(choices)
+            kernel = choice.kernel
+            packs = kernel.packs(equation) if preparer is not None else {}
+            reads: list[int] = []
+            for position, atom in enumerate(equation.inputs):
+                if isinstance(atom, Literal):
+                    reads.append(self._slot(("literal", type(atom.value), atom.value), atom.value))
+                elif atom in fed:
+                    assert preparer is not None
+                    if position in packs:
+                        preparation = packs[position]
+                        value = preparer.packed(atom, preparation)
+                        reads.append(self._slot(("packed", preparation.name, atom), value))
+                    else:
+                        reads.append(self._slot(("kept", atom), preparer.value(atom)))
+                else:
+                    reads.append(self._slot(atom))
+            if kernel.plan is not None:
+                operands = tuple(reads[i] for i in kernel.plan.operands)
+                key = kernel.plan.key(equation)
+                identity = (kernel.plan, key, operands)
+                if identity not in planned:
+                    planned[identity] = self._slot(identity)
+                    early = all(equation.inputs[i] in dynamic_inputs for i in kernel.plan.operands)
+                    plan_call = Call(
+                        _PlanMaker(kernel.plan.make, key), operands, (planned[identity],), (), "plan"
+                    )
+                    (front if early else calls).append(plan_call)
+                reads.append(planned[identity])
+            if kernel.writes_out:
+                for var in equation.outputs:
+                    reads.append(self._slot(("out", var), workspace[var]))
+            outs = tuple(self._slot(v) for v in equation.outputs)
+            label = f"{equation.scope}:{equation.op.name}" if equation.scope else equation.op.name
+            calls.append(Call(kernel.make(equation), tuple(reads), outs, (), label))
+        self._outputs = tuple(
+            atom.value if isinstance(atom, Literal) else self._output_slot(atom, fed, preparer)
+            for atom in program.outputs
+        )
+        self.output_is_slot = tuple(isinstance(atom, Var) for atom in program.outputs)
+        self.front = tuple(front)
+        self.calls = self._with_drops(calls)
+
+    def _output_slot(self, atom: Var, fed: set[Var], preparer: Preparer | None) -> int:
+        if atom in fed and preparer is not None:
+            return self._slot(("kept", atom), preparer.value(atom))
+        return self._slot(atom)
+
+    def _workspace(self) -> dict[Var, torch.Tensor]:
+        """Views of one preallocated buffer for the results that kernels write into."""
+        memory = self.lowered.memory
+        buffer = torch.empty(memory.size, dtype=torch.uint8, device=self._device)
+        return {
+            var: buffer[offset : offset + var.abstract.nbytes]
+            .view(var.abstract.dtype)
+            .view(var.abstract.shape)
+            for var, offset in memory.offsets.items()
+        }
+
+    def _with_drops(self, calls: Sequence[Call]) -> tuple[Call, ...]:
+        """Mark where each transient slot is read last, so that its memory goes back at once."""
+        keep = {s for s, is_slot in zip(self._outputs, self.output_is_slot, strict=True) if is_slot}
+        keep |= {s for s, v in enumerate(self._template) if v is not None} | set(self.input_slots)
+        for call in self.front:
+            keep.update(call.outs)
+        last: dict[int, int] = {}
+        for index, call in enumerate(calls):
+            for slot in (*call.reads, *call.outs):
+                last[slot] = index
+        drops: dict[int, list[int]] = {}
+        for slot, index in last.items():
+            if slot not in keep:
+                drops.setdefault(index, []).append(slot)
+        return tuple(replace(call, drops=tuple(drops.get(i, ()))) for i, call in enumerate(calls))
+
+    def run(self, inputs: Sequence[Any]) -> list[Any]:
+        """Run one step; `inputs` are the dynamic inputs in program order.
+
+        Results never share memory with the executable's own buffers.
+        """
+        with self._lock:
+            slots = self._template.copy()
+            for slot, value in zip(self.input_slots, inputs, strict=True):
+                slots[slot] = value
+            # Bounds are checked in the host plans, before the first kernel has changed anything.
+            run_calls(self.front, slots)
+            run_calls(self.calls, slots)
+            return [
+                slots[o] if is_slot else o
+                for o, is_slot in zip(self._outputs, self.output_is_slot, strict=True)
+            ]
+
+
+@dataclass(frozen=True)
+class _PlanMaker:
+    make: Callable[..., Any]
+    key: Hashable
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        return self.make(self.key, *tensors)
+
+
+def run_calls(calls: Sequence[Call], slots: list[Any]) -> None:
+    """Run a call list over its slots."""
+    for call in calls:
+        outs = call.outs
+        if len(outs) == 1:
+            slots[outs[0]] = call.run(*[slots[i] for i in call.reads])
+        else:
+            for slot, value in zip(outs, call.run(*[slots[i] for i in call.reads]), strict=True):
+                slots[slot] = value
+        for slot in call.drops:
+            slots[slot] = None
+
+
+def lower(
+    program: Program,
+    backend: Backend,
+    bound: Sequence[Var],
+    owned: Sequence[Var],
+    fallback: str,
+    is_bound: bool,
+) -> Lowered:
+    """Choose a kernel for every equation of the step and plan its memory."""
+    from_params = bound if is_bound else ()
+    program, copies = with_copies(program, owned)
+    prepared, step = split_prepared(program, from_params)
+    fed = frozenset([*from_params, *(v for e in prepared for v in e.outputs)])
+    choices = tuple(backend.choose(e, fed, fallback) for e in step)
+    writes_out = {v for c in choices if c.kernel.writes_out for v in c.equation.outputs}
+    # A result that leaves the step gets memory of its own: outputs never alias an executable's buffers.
+    roots = storage_roots(program)
+    leaving = {roots.get(a, a) for a in program.outputs if isinstance(a, Var)}
+    skip = [v for e in program.equations for v in e.outputs if v not in writes_out or v in leaving]
+    step_program = program.with_equations(step)
+    memory = plan_memory(step_program, skip)
+    refused = [c for c in choices if c.kernel.writes_out and any(v in leaving for v in c.equation.outputs)]
+    choices = tuple(_returning(c) if c in refused else c for c in choices)
+    return Lowered(program, tuple(from_params), prepared, choices, memory, copies)
+
+
+def _returning(choice: Choice) -> Choice:
+    """The same kernel, allocating its results: for values that leave the step."""
+    kernel = choice.kernel
+
+    def make(equation: Equation) -> Run:
+        run = kernel.make(equation)
+        results = equation.results
+
+        def call(*operands: Any) -> Any:
+            out = [torch.empty(a.shape, dtype=a.dtype) for a in results]
+            return run(*operands, *out)
+
+        return call
+
+    return replace(choice, kernel=replace(kernel, make=make, writes_out=False))
