@@ -82,6 +82,10 @@ class OptionError(AtbxError, ValueError):
     """An option of a call is unknown, out of range, or contradicts another."""
 
 
+class ChatTemplateError(AtbxError, ValueError):
+    """A chat template does not parse, fails, or refuses the messages; names the template's line."""
+
+
 class TreeError(AtbxError, ValueError):
     """Trees differ: missing, unexpected or mismatched leaves (see `mismatches`)."""
 
