@@ -11,13 +11,18 @@ from typing import Any
 import torch
 
 from atbx.core import trees
-from atbx.core.abstract import abstract_of
+from atbx.core.abstract import Abstract, abstract_of
 from atbx.core.errors import CacheStateError, DonationError
 
 
-def leaf_signature(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What a compiled variant assumes of a tensor: shape, dtype, device type, and whether it is contiguous."""
-    return tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.is_contiguous()
+def leaf_signature(leaf: torch.Tensor | Abstract) -> tuple[Any, ...]:
+    """What a compiled variant assumes of a tensor: shape, dtype, device type, and whether it is contiguous.
+
+    An abstract leaf stands for a contiguous tensor on the host.
+    """
+    if isinstance(leaf, Abstract):
+        return tuple(map(int, leaf.shape)), leaf.dtype, "cpu", True
+    return tuple(leaf.shape), leaf.dtype, leaf.device.type, leaf.is_contiguous()
 
 
 class Arena:

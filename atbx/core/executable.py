@@ -145,7 +145,7 @@ class Executable:
             outs = tuple(self._slot(v) for v in equation.outputs)
             label = f"{equation.scope}:{equation.op.name}" if equation.scope else equation.op.name
             calls.append(Call(kernel.make(equation), tuple(reads), outs, (), label))
-        self._outputs = tuple(
+        self._outputs: tuple[Any, ...] = tuple(
             atom.value if isinstance(atom, Literal) else self._output_slot(atom, fed, preparer)
             for atom in program.outputs
         )
@@ -185,22 +185,21 @@ class Executable:
                 drops.setdefault(index, []).append(slot)
         return tuple(replace(call, drops=tuple(drops.get(i, ()))) for i, call in enumerate(calls))
 
-    def run(self, inputs: Sequence[Any]) -> list[Any]:
-        """Run one step; `inputs` are the dynamic inputs in program order.
+    def begin(self, inputs: Sequence[Any]) -> list[Any]:
+        """The slots of one step, its host plans made and its bounds checked; nothing is launched yet."""
+        slots = self._template.copy()
+        for slot, value in zip(self.input_slots, inputs, strict=True):
+            slots[slot] = value
+        run_calls(self.front, slots)
+        return slots
 
-        Results never share memory with the executable's own buffers.
-        """
+    def finish(self, slots: list[Any]) -> list[Any]:
+        """Run the step; results never share memory with the executable's own buffers."""
         with self._lock:
-            slots = self._template.copy()
-            for slot, value in zip(self.input_slots, inputs, strict=True):
-                slots[slot] = value
-            # Bounds are checked in the host plans, before the first kernel has changed anything.
-            run_calls(self.front, slots)
             run_calls(self.calls, slots)
-            return [
-                slots[o] if is_slot else o
-                for o, is_slot in zip(self._outputs, self.output_is_slot, strict=True)
-            ]
+        return [
+            slots[o] if is_slot else o for o, is_slot in zip(self._outputs, self.output_is_slot, strict=True)
+        ]
 
 
 @dataclass(frozen=True)

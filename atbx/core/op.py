@@ -113,6 +113,11 @@ def current_interpreter() -> Interpreter:
     return _default[0]()
 
 
+def has_interpreter() -> bool:
+    """Whether an interpreter was put in force, so that this is not a plain run."""
+    return _interpreter.get() is not None
+
+
 @contextmanager
 def interpreter(which: Interpreter) -> Iterator[Interpreter]:
     """Make `which` the interpreter in force inside a `with` block."""

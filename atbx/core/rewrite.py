@@ -61,10 +61,15 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Match:
-    """Where a pattern was found: the equations in pattern order, and the value of each name."""
+    """Where a pattern was found: the equations in pattern order, the value of each name, and which are parameters."""
 
     equations: tuple[Equation, ...]
     atoms: dict[str, Atom]
+    bound: frozenset[Var] = frozenset()
+
+    def is_bound(self, *names: str) -> bool:
+        """Whether these values are bound parameters (or left out), so that packing them is done once."""
+        return all(isinstance(a, Literal) or a in self.bound for a in (self.atoms[n] for n in names))
 
     def params(self, index: int) -> dict[str, Any]:
         """Params of the pattern's equation number `index`."""
@@ -163,7 +168,9 @@ class _Uses:
         return sorted(i for i in found if i < len(self.program.equations))
 
 
-def _find(rule: FusionRule, uses: _Uses, anchor: int, taken: set[int]) -> tuple[Match, list[int]] | None:
+def _find(
+    rule: FusionRule, uses: _Uses, anchor: int, taken: set[int], bound: frozenset[Var]
+) -> tuple[Match, list[int]] | None:
     """The first match of `rule` that starts at equation `anchor`."""
     equations = uses.program.equations
     first = _unify(rule.pattern[0], equations[anchor], {})
@@ -189,7 +196,7 @@ def _find(rule: FusionRule, uses: _Uses, anchor: int, taken: set[int]) -> tuple[
     if found is None:
         return None
     atoms, chosen = found
-    return Match(tuple(equations[i] for i in chosen), atoms), chosen
+    return Match(tuple(equations[i] for i in chosen), atoms, bound), chosen
 
 
 def _is_closed(rule: FusionRule, uses: _Uses, atoms: dict[str, Atom], chosen: list[int]) -> bool:
@@ -223,8 +230,14 @@ def _is_movable(uses: _Uses, chosen: list[int]) -> bool:
     return True
 
 
-def fuse(program: Program, rules: Sequence[FusionRule]) -> tuple[Program, tuple[Applied, ...]]:
-    """Apply each rule wherever it matches, in the order of `rules`; also reports what was refused and why."""
+def fuse(
+    program: Program, rules: Sequence[FusionRule], bound: Iterable[Var] = ()
+) -> tuple[Program, tuple[Applied, ...]]:
+    """Apply each rule wherever it matches, in the order of `rules`; also reports what was refused and why.
+
+    `bound` are the inputs that are bound parameters.
+    """
+    parameters = frozenset(bound)
     report: list[Applied] = []
     for rule in rules:
         uses = _Uses(program)
@@ -233,7 +246,7 @@ def fuse(program: Program, rules: Sequence[FusionRule]) -> tuple[Program, tuple[
         for anchor, equation in enumerate(program.equations):
             if anchor in taken or equation.op.name != rule.pattern[0].op:
                 continue
-            found = _find(rule, uses, anchor, taken)
+            found = _find(rule, uses, anchor, taken, parameters)
             if found is None:
                 continue
             match, chosen = found

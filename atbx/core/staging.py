@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -42,13 +43,13 @@ def scope(name: str) -> Iterator[None]:
 
 def user_line() -> str:
     """File, line and function of the innermost frame outside atbx's core and ops."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if not module.startswith(("atbx.core", "atbx.ops", "optree", "contextlib", "torch.")):
             code = frame.f_code
             return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return "<unknown>"
 
 
@@ -102,7 +103,7 @@ class Staged:
     __matmul__, __getitem__ = _binary("matmul"), _binary("getitem")
     __lt__, __le__ = _binary("less"), _binary("less_equal")
     __gt__, __ge__ = _binary("less", reflected=True), _binary("less_equal", reflected=True)
-    __eq__, __ne__ = _binary("equal"), _binary("not_equal")  # type: ignore[assignment]
+    __eq__, __ne__ = _binary("equal"), _binary("not_equal")
     __hash__ = object.__hash__
 
     def __neg__(self) -> Any:
@@ -123,7 +124,7 @@ class Staged:
     def _no_value(self, *args: Any) -> NoReturn:
         _refuse(f"the value of {self!r} is not known while staging", "Keep it a value, or pass it as static")
 
-    __int__ = __float__ = __index__ = __complex__ = __array__ = item = tolist = _no_value  # type: ignore[assignment]
+    __int__ = __float__ = __index__ = __complex__ = __array__ = item = tolist = _no_value
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
@@ -181,7 +182,7 @@ class Trace:
 
     def apply(self, op: Op, operands: tuple[Any, ...], params: dict[str, Any]) -> Any:
         inputs = tuple(self.atom(x, op) for x in operands)
-        abstracts = tuple(x.abstract if isinstance(x, Var) else x.value for x in inputs)
+        abstracts: tuple[Any, ...] = tuple(x.abstract if isinstance(x, Var) else x.value for x in inputs)
         source = user_line()
         try:
             shapes = op.shape(*abstracts, **params)
@@ -193,12 +194,12 @@ class Trace:
             tag = tag_of(abstracts[operand].shape[axis])
             if tag is not None:
                 raise BucketError(
-                    f"{op.name} mixes entries along axis {axis} of operand {operand}, which is padded to bucket {tag!r}",
+                    f"{op.name} mixes along axis {axis} of operand {operand}, which is padded to bucket {tag!r}",
                     where=source,
                     hint="Give the op the count of real entries (counts=...), or keep that axis out of the buckets",
                 )
         several = isinstance(shapes, tuple)
-        outputs = tuple(Var(a) for a in (shapes if several else (shapes,)))  # type: ignore[union-attr]
+        outputs = tuple(Var(a) for a in (shapes if isinstance(shapes, tuple) else (shapes,)))
         self.equations.append(Equation(op, inputs, outputs, params, _scope.get(), source))
         staged = tuple(Staged(v, self) for v in outputs)
         return staged if several else staged[0]

@@ -66,8 +66,8 @@ def node(cls: Class) -> Class:
     Fields are children, except those made with `static_field()`, which are part of the tree structure
     and must be hashable.
     """
-    frozen = dataclasses.dataclass(frozen=True)(cls)
-    fields = dataclasses.fields(frozen)  # type: ignore[arg-type]
+    frozen: Any = dataclasses.dataclass(frozen=True)(cls)
+    fields = dataclasses.fields(frozen)
     children = tuple(f.name for f in fields if not f.metadata.get("static"))
     static = tuple(f.name for f in fields if f.metadata.get("static"))
 
@@ -84,4 +84,4 @@ def node(cls: Class) -> Class:
         return value
 
     optree.register_pytree_node(frozen, flatten_node, unflatten_node, namespace=NAMESPACE)
-    return frozen  # type: ignore[return-value]
+    return frozen  # type: ignore[no-any-return, unused-ignore]
