@@ -45,14 +45,13 @@ def render_chat(
     names.update(messages=conversation, add_generation_prompt=add_generation_prompt)
     try:
         return str(compiled.render(**names))
-    except jinja2.TemplateError as error:
-        raise ChatTemplateError(
-            f"the chat template refuses these messages: {error}", where=_place(error.__traceback__)
-        ) from error
     except Exception as error:  # whatever the template's own expressions raise: TypeError, KeyError, ...
-        raise ChatTemplateError(
-            f"the chat template fails: {type(error).__name__}: {error}", where=_place(error.__traceback__)
-        ) from error
+        # `raise_exception` raises the base class itself; Jinja's own failures are of its subclasses.
+        if type(error) is jinja2.TemplateError:
+            what = f"the chat template refuses these messages: {error}"
+        else:
+            what = f"the chat template fails: {type(error).__name__}: {error}"
+        raise ChatTemplateError(what, where=_place(error.__traceback__)) from error
 
 
 def check_messages(messages: Sequence[Message] | str) -> list[dict[str, Any]]:

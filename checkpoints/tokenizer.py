@@ -166,9 +166,8 @@ class Text:
             raise OptionError("not a text", where="text", expected="str", found=type(text).__name__)
         if bos and self.bos is None:
             raise OptionError("this tokenizer has no begin token", where="bos", found=True)
-        backend = self.backend if special else self._literal_backend
         try:
-            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+            text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise OptionError(
                 "the text has a lone surrogate, which is no character",
@@ -176,6 +175,8 @@ class Text:
                 expected="valid Unicode",
                 found=ascii(text[error.start]),
             ) from error
+        backend = self.backend if special else self._literal_backend
+        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
         if (self.add_bos if bos is None else bos) and self.bos is not None:
             ids = [self.bos, *ids]
         if bos is None and self.add_eos and self.eos:
