@@ -8,6 +8,7 @@ the table is refused, because a wrong cut gives ids that look plausible and are 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,7 +102,7 @@ def read_vocabulary(fields: Mapping[str, Any]) -> GgufVocabulary:
     model = fields.get("tokenizer.ggml.model")
     if model is None:
         raise _bad("model", "the file has no tokenizer", expected=" or ".join(MODELS))
-    if model not in MODELS:
+    if not isinstance(model, str) or model not in MODELS:
         raise UnsupportedError(
             "tokenizer model",
             where="tokenizer.ggml.model",
@@ -109,19 +110,19 @@ def read_vocabulary(fields: Mapping[str, Any]) -> GgufVocabulary:
             found=model,
         )
     pre = fields.get("tokenizer.ggml.pre", "default")
-    if model == "gpt2" and pre not in CUT_RULES:
+    if model == "gpt2" and (not isinstance(pre, str) or pre not in CUT_RULES):
         raise UnsupportedError(
             "pre-tokenizer", where="tokenizer.ggml.pre", expected=f"one of {', '.join(CUT_RULES)}", found=pre
         )
     tokens = _strings(fields, "tokens")
     _refuse_duplicates(tokens)
-    types = [int(kind) for kind in _numbers(fields, "token_type", len(tokens), default=NORMAL)]
+    types = [_integer(f"token_type[{i}]", kind) for i, kind in enumerate(_types(fields, len(tokens)))]
     merges: tuple[tuple[str, str], ...] = ()
     scores: tuple[float, ...] = ()
     if model == "gpt2" or "tokenizer.ggml.merges" in fields:
         merges = tuple(_pair(i, text) for i, text in enumerate(_strings(fields, "merges")))
     else:
-        scores = tuple(float(s) for s in _numbers(fields, "scores", len(tokens), default=None))
+        scores = tuple(_real(f"scores[{i}]", s) for i, s in enumerate(_array(fields, "scores", len(tokens))))
     rule = CUT_RULES[pre] if model == "gpt2" else CutRule((), adds_bos=True)
     special = {
         name: _checked_id(key, fields[f"tokenizer.ggml.{key}"], len(tokens))
@@ -246,25 +247,41 @@ def _bad(key: str, what: str, **parts: Any) -> CheckpointError:
     return CheckpointError(what, where=f"tokenizer.ggml.{key}", **parts)
 
 
-def _strings(fields: Mapping[str, Any], key: str) -> tuple[str, ...]:
+def _array(fields: Mapping[str, Any], key: str, count: int | None = None) -> Sequence[Any]:
     value = fields.get(f"tokenizer.ggml.{key}")
     if value is None:
-        raise _bad(key, "missing from the file's metadata", expected="an array of strings")
+        raise _bad(key, "missing from the file's metadata", expected="an array")
+    if isinstance(value, str | bytes) or not hasattr(value, "__len__"):
+        raise _bad(key, "wrong type", expected="an array", found=type(value).__name__)
+    if count is not None and len(value) != count:
+        raise _bad(key, "wrong length", expected=f"{count}, one a token", found=len(value))
+    return tuple(value)
+
+
+def _types(fields: Mapping[str, Any], count: int) -> Sequence[Any]:
+    return _array(fields, "token_type", count) if "tokenizer.ggml.token_type" in fields else (NORMAL,) * count
+
+
+def _strings(fields: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    value = _array(fields, key)
     for i, item in enumerate(value):
         if not isinstance(item, str):
             raise _bad(f"{key}[{i}]", "wrong type", expected="a string", found=type(item).__name__)
     return tuple(value)
 
 
-def _numbers(fields: Mapping[str, Any], key: str, count: int, default: int | None) -> Sequence[Any]:
-    value = fields.get(f"tokenizer.ggml.{key}")
-    if value is None:
-        if default is None:
-            raise _bad(key, "missing from the file's metadata", expected=f"{count} numbers, one a token")
-        return (default,) * count
-    if len(value) != count:
-        raise _bad(key, "wrong length", expected=f"{count}, one a token", found=len(value))
-    return tuple(value)
+def _integer(key: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise _bad(key, "wrong type", expected="an integer", found=type(value).__name__) from error
+
+
+def _real(key: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise _bad(key, "wrong type", expected="a number", found=repr(value)) from error
 
 
 def _pair(index: int, text: str) -> tuple[str, str]:
@@ -290,6 +307,7 @@ def _refuse_duplicates(tokens: tuple[str, ...]) -> None:
 
 
 def _checked_id(key: str, value: Any, count: int) -> int:
-    if not 0 <= int(value) < count:
-        raise _bad(key, "no such token", expected=f"an id below {count}", found=value)
-    return int(value)
+    number = _integer(key, value)
+    if not 0 <= number < count:
+        raise _bad(key, "no such token", expected=f"an id below {count}", found=number)
+    return number

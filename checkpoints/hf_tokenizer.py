@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atbx.core.errors import CheckpointError, UnsupportedError
+from atbx.core.errors import AtbxError, CheckpointError, UnsupportedError
 
 NAMED = ("bos", "eos", "unk", "pad")
 
@@ -55,6 +55,18 @@ def read_folder(folder: str | Path) -> HfTokenizer:
         raise CheckpointError(
             "not a tokenizer: no model with a vocabulary", path=path, expected="model.vocab"
         )
+    try:
+        return _gather(folder, path, document)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, AtbxError):
+            raise
+        # Parts that are there but not of the shape that the format gives them.
+        raise CheckpointError(
+            f"the tokenizer files are malformed: {type(error).__name__}: {error}", path=folder
+        ) from error
+
+
+def _gather(folder: Path, path: Path, document: dict[str, Any]) -> HfTokenizer:
     config_path = folder / "tokenizer_config.json"
     config = _read_json(config_path) if config_path.is_file() else {}
     map_path = folder / "special_tokens_map.json"

@@ -286,12 +286,9 @@ class Text:
 
     @functools.cached_property
     def _spelling(self) -> Spelling:
-        if isinstance(self.source, str):
-            return read_spelling(json.loads(self.source).get("decoder"))
-        if self.source.model == "gpt2":
-            return Spelling(is_byte_level=True)
-        has_bytes = gguf_tokenizer.BYTE in self.source.types
-        return Spelling(False, has_bytes, start_spaces=int(self.source.add_space_prefix))
+        decoder = self.backend.decoder
+        # The state that a decoder is pickled by is its part of tokenizer.json.
+        return read_spelling(None if decoder is None else json.loads(decoder.__getstate__()))
 
     def _bytes(self, token_id: int, where: str) -> bytes:
         if not 0 <= token_id < self.vocab_size:

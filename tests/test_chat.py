@@ -65,7 +65,7 @@ def test_special_tokens_are_variables_and_absent_ones_print_nothing() -> None:
         "<s> [INST] Hello [/INST] Hi</s>"
     )
     assert render_chat(ALTERNATING, HELLO) == " [INST] Hello [/INST]"
-    with pytest.raises(ChatTemplateError, match="line 9: .*'eos_token' is undefined"):
+    with pytest.raises(ChatTemplateError, match=r"line 9: .*'eos_token' is undefined"):
         render_chat(ALTERNATING, talk)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -13,12 +14,12 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_tokenizers import CHATML, byte_level_fields, sentence_piece_fields
 
 from atbx.checkpoints.tokenizer import Text
-from atbx.core.errors import CheckpointError, MissingExtraError, OptionError, UnsupportedError
+from atbx.core.errors import AtbxError, CheckpointError, MissingExtraError, OptionError, UnsupportedError
 
 BYTES = Text.from_gguf_metadata(byte_level_fields())
 PIECES = Text.from_gguf_metadata(sentence_piece_fields())
@@ -265,6 +266,15 @@ def test_a_lone_surrogate_is_named_with_its_position() -> None:
         ({"tokenizer.ggml.token_type": [1, 2]}, r"tokenizer\.ggml\.token_type: wrong length; .*found 2"),
         ({"tokenizer.ggml.merges": None}, r"tokenizer\.ggml\.merges: missing"),
         ({"tokenizer.ggml.merges": ["a b", "ab"]}, r"merges\[1\]: not a merge; .*found 'ab'"),
+        (
+            {"tokenizer.ggml.tokens": "abc"},
+            r"tokenizer\.ggml\.tokens: wrong type; expected an array, found str",
+        ),
+        (
+            {"tokenizer.ggml.token_type": ["x"] * BYTES.vocab_size},
+            r"token_type\[0\]: wrong type; .*found str",
+        ),
+        ({"tokenizer.ggml.eos_token_id": 0.5}, r"eos_token_id: wrong type; expected an integer, found float"),
         ({"tokenizer.ggml.eos_token_id": 9999}, r"eos_token_id: no such token; .*found 9999"),
         (
             {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": None},
@@ -289,6 +299,48 @@ def test_missing_scores_are_named() -> None:
     del fields["tokenizer.ggml.scores"]
     with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.scores: missing"):
         Text.from_gguf_metadata(fields)
+
+
+JUNK = st.sampled_from(
+    [None, True, -1, 2**70, 0.5, "x", b"x", [], [None], ["a", 3], {"a": 1}, [[]], "▁", float("nan")]
+)
+
+
+@given(st.sampled_from(sorted(byte_level_fields())), JUNK, st.booleans())
+def test_any_junk_in_gguf_metadata_is_refused_or_works(key: str, value: object, is_bytes: bool) -> None:
+    fields = byte_level_fields() if is_bytes else sentence_piece_fields()
+    with contextlib.suppress(AtbxError):
+        text = Text.from_gguf_metadata(fields | {key: value})
+        assert isinstance(text.decode(text.encode("a b")), str)
+
+
+def places(document: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) of a JSON document, large tables cut short."""
+    items = list(document.items() if isinstance(document, dict) else enumerate(document))[:20]
+    return [
+        place
+        for key, value in items
+        for place in [(document, key), *(places(value) if isinstance(value, dict | list) else [])]
+    ]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
+@given(st.integers(0, 10**6), JUNK.filter(lambda value: not isinstance(value, bytes)))
+def test_any_junk_in_a_folder_is_refused_or_works(tmp_path: Path, pick: int, value: object) -> None:
+    document = json.loads(PIECES.backend.to_str())
+    config = {
+        "bos_token": "<s>",
+        "added_tokens_decoder": {"0": {"content": "<unk>"}},
+        "chat_template": [{"name": "default", "template": "x"}],
+    }
+    everywhere = places(document) + places(config)
+    container, key = everywhere[pick % len(everywhere)]
+    container[key] = value
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with contextlib.suppress(AtbxError):
+        text = Text.from_hf_folder(tmp_path)
+        assert isinstance(text.decode(text.encode("a b")), str)
 
 
 def test_without_the_tokenizers_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
