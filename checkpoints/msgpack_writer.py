@@ -1,0 +1,417 @@
+"""Write weight trees as msgpack that stock Flax restores: aligned for mapping, checksummed, replaced by rename.
+
+One tensor is in memory at a time. Lists and tuples become maps with keys "0", "1", ... as in Flax; which of the two
+a node was stands in the metadata, under the top-level key `__atbx__`.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from atbx.checkpoints import metadata as meta
+from atbx.checkpoints import shards
+from atbx.checkpoints.leaves import NAMES, Lazy, file_name_of, raw_bytes
+from atbx.checkpoints.msgpack_padding import (
+    ALIGNMENT,
+    Spellings,
+    choose,
+    extension_header,
+    spell_array,
+    spell_bytes,
+    spell_extension,
+    spell_int,
+    spell_map,
+    spell_text,
+)
+from atbx.checkpoints.msgpack_walk import ARRAY, CHUNKED, COMPLEX, MAX_DEPTH, SCALAR
+from atbx.checkpoints.replace_file import replacing
+from atbx.core import trees
+from atbx.core.errors import CheckpointError, OptionError
+
+LARGEST_CHUNK = (1 << 32) - 1024
+"""An extension's length has 32 bits, and holds a tensor's shape and dtype besides its bytes."""
+
+_PIECE = 1 << 24
+Keys = tuple[str | int, ...]
+Leaf = torch.Tensor | np.ndarray | np.generic | Lazy
+
+
+@dataclass
+class _Plan:
+    """A tree checked before anything is written: nested dicts, which of them were lists, and its leaves."""
+
+    tree: dict[str | int, Any]
+    nodes: dict[str, str] = field(default_factory=dict)
+    leaves: list[tuple[Keys, Any]] = field(default_factory=list)
+    where: str = ""
+
+
+def write_tree(
+    path: str | os.PathLike[str],
+    tree: Any,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    shard_bytes: int | None = None,
+    chunk_bytes: int = 2**30,
+    checksums: bool = True,
+    progress: bool = False,
+) -> None:
+    """Write a weight tree; without the key `__atbx__` the file is what Flax would restore, bit for bit.
+
+    path:        the file. A tree of more than `shard_bytes` becomes `STEM-0000i-of-0000n.msgpack` beside it and
+                 `STEM.msgpack.index.json`, and is read by the same path.
+    tree:        dicts (keys text or integers), lists and tuples of tensors, numpy arrays, `Lazy` leaves and Python
+                 scalars.
+    metadata:    JSON-like; config, layouts, source, tokenizer, generation by custom.
+    chunk_bytes: tensors of more bytes are cut into chunks of this size.
+    checksums:   keep a CRC-32 of each tensor.
+    progress:    show a bar on stderr where that is a terminal.
+
+    Raises:
+        CheckpointError: a leaf, key or metadata value that cannot be written, by its path; or the system refused.
+        OptionError: `chunk_bytes` or `shard_bytes` is out of range.
+    """
+    path = Path(path)
+    if not 1 <= chunk_bytes <= LARGEST_CHUNK:
+        raise OptionError("chunk_bytes is out of range", expected=f"1 to {LARGEST_CHUNK}", found=chunk_bytes)
+    if shard_bytes is not None and shard_bytes < 1:
+        raise OptionError("shard_bytes is out of range", expected="at least 1", found=shard_bytes)
+    plan = _plan(tree, path)
+    extra = {k: v for k, v in meta.check_json(metadata or {}).items() if k not in meta.RESERVED}
+    sizes = [_nbytes(leaf) for _, leaf in plan.leaves]
+    numbers = shards.assign(sizes, shard_bytes) if shard_bytes is not None else []
+    with tqdm(
+        total=sum(sizes), unit="B", unit_scale=True, desc=path.name, disable=None if progress else True
+    ) as bar:
+        if numbers and numbers[-1] > 0:
+            _write_shards(path, plan, extra, numbers, chunk_bytes, checksums, bar)
+        else:
+            _write_single(path, plan, extra, chunk_bytes, checksums, bar)
+
+
+def _write_single(
+    path: Path, plan: _Plan, extra: dict[str, Any], chunk_bytes: int, checksums: bool, bar: Any
+) -> None:
+    old = shards.published(path)
+    with replacing(path) as file:
+        writer = _Writer(file, path, chunk_bytes, checksums, bar)
+        writer.map_header(len(plan.tree) + 1)
+        writer.entries(plan.tree, ())
+        writer.value(meta.KEY)
+        writer.value(meta.pack({**extra, "nodes": plan.nodes, "checksums": writer.checksums}))
+        writer.flush()
+    shards.retire(old, keep=())
+
+
+def _write_shards(
+    path: Path,
+    plan: _Plan,
+    extra: dict[str, Any],
+    numbers: list[int],
+    chunk_bytes: int,
+    checksums: bool,
+    bar: Any,
+) -> None:
+    count = numbers[-1] + 1
+    old = shards.published(path)
+    names = shards.shard_names(path, count)
+    weight_map: dict[str, str] = {}
+    sums: dict[str, int] = {}
+    written: list[Path] = []
+    try:
+        for number, name in enumerate(names):
+            part: dict[str | int, Any] = {}
+            for (keys, leaf), where in zip(plan.leaves, numbers, strict=True):
+                if where == number:
+                    node = part
+                    for key in keys[:-1]:
+                        node = node.setdefault(key, {})
+                    node[keys[-1]] = leaf
+                    weight_map[trees.path_string(keys)] = name
+            written.append(path.with_name(name))
+            with replacing(written[-1]) as file:
+                writer = _Writer(file, path, chunk_bytes, checksums, bar)
+                writer.map_header(len(part))
+                writer.entries(part, ())
+                writer.flush()
+            sums.update(writer.checksums)
+        own = {
+            "format": meta.FORMAT,
+            "version": meta.VERSION,
+            **extra,
+            "nodes": plan.nodes,
+            "checksums": sums,
+        }
+        text = shards.index_text(weight_map, sum(_nbytes(leaf) for _, leaf in plan.leaves), own)
+        with replacing(shards.index_path(path)) as file:
+            file.write(text.encode())
+    except BaseException:
+        for shard in written:
+            shard.unlink(missing_ok=True)
+        raise
+    path.unlink(missing_ok=True)  # a single file of that name is the tree just replaced
+    shards.retire(old, keep=names)
+
+
+class _Writer:
+    """Encodes values into a file; headers wait in `pending` until it is known how far they must stretch."""
+
+    def __init__(self, file: BinaryIO, path: Path, chunk_bytes: int, checksums: bool, bar: Any) -> None:
+        self.file, self.path, self.bar = file, path, bar
+        self.chunk_bytes, self.wants_checksums = chunk_bytes, checksums
+        self.pending: list[Spellings] = []
+        self.position = 0
+        self.checksums: dict[str, int] = {}
+
+    def map_header(self, count: int) -> None:
+        self.pending.append(spell_map(count))
+
+    def entries(self, node: Mapping[str | int, Any], keys: Keys) -> None:
+        for key, value in node.items():
+            self.value(key)
+            here = (*keys, key)
+            if isinstance(value, dict):
+                self.map_header(len(value))
+                self.entries(value, here)
+            elif isinstance(value, Leaf):
+                self.tensor(value, here)
+            else:
+                self.value(value)
+
+    def value(self, value: Any) -> None:
+        """A Python scalar, text, byte string or map of them."""
+        if value is None or isinstance(value, bool):
+            self.pending.append(({None: b"\xc0", False: b"\xc2", True: b"\xc3"}[value],))
+        elif isinstance(value, int):
+            self.pending.append(spell_int(value))
+        elif isinstance(value, float):
+            self.pending.append((struct.pack(">Bd", 0xCB, value),))
+        elif isinstance(value, complex):
+            payload = struct.pack(">BBdBd", 0x92, 0xCB, value.real, 0xCB, value.imag)
+            self.pending.append((extension_header(3, COMPLEX, len(payload)) + payload,))
+        elif isinstance(value, str):
+            self.pending.append(spell_text(value))
+        elif isinstance(value, dict):
+            self.map_header(len(value))
+            for key, part in value.items():
+                self.value(key)
+                self.value(part)
+        else:
+            self.pending.append(spell_bytes(len(value)))
+            self.pending.append((bytes(value),))
+
+    def flush(self) -> None:
+        """Write what is pending in its shortest spelling."""
+        self._emit([0] * len(self.pending))
+
+    def _emit(self, choices: list[int]) -> None:
+        for spellings, index in zip(self.pending, choices, strict=True):
+            self.position += self.file.write(spellings[index])
+        self.pending = []
+
+    def tensor(self, leaf: Leaf, keys: Keys) -> None:
+        """One tensor or numpy scalar, chunked where it is too large, aligned, with its checksum."""
+        where = trees.path_string(keys)
+        array = _loaded(leaf, where, self.path)
+        name, shape = _name_and_shape(array)
+        raw = raw_bytes(array if not isinstance(array, np.generic) else np.asarray(array))
+        if self.wants_checksums:
+            start = meta.first_checksum(shape=shape, dtype=_torch_dtype(name))
+            self.checksums[meta.address(keys)] = _crc32(raw, start)
+        code = SCALAR if isinstance(array, np.generic) else ARRAY
+        itemsize = _torch_dtype(name).itemsize
+        step = max(1, self.chunk_bytes // itemsize) * itemsize
+        if len(raw) > self.chunk_bytes and len(raw) > step:
+            self._chunked(raw, name, shape, step)
+        elif code == SCALAR or len(raw) == 0:
+            self._extension(raw, name, shape, code)
+        elif not self._extension(raw, name, shape, code, demand=ALIGNMENT):
+            # The headers are too short to stretch that far. One chunk is the same tensor with longer headers.
+            self._chunked(raw, name, shape, step)
+
+    def _chunked(self, raw: memoryview, name: str, shape: tuple[int, ...], step: int) -> None:
+        itemsize = _torch_dtype(name).itemsize
+        self.map_header(3)
+        self.value(CHUNKED)
+        self.value(True)
+        self.value("shape")
+        self.value({str(i): size for i, size in enumerate(shape)})
+        self.value("chunks")
+        offsets = range(0, len(raw), step)
+        self.map_header(len(offsets))
+        for index, offset in enumerate(offsets):
+            self.value(str(index))
+            part = raw[offset : offset + step]
+            self._extension(part, name, (len(part) // itemsize,), ARRAY)
+
+    def _extension(
+        self, raw: memoryview, name: str, shape: tuple[int, ...], code: int, demand: int | None = None
+    ) -> bool:
+        """A tensor's entry; False, with nothing written, where an alignment in demand is out of reach."""
+        inner = [
+            spell_array(3),
+            spell_array(len(shape)),
+            *(spell_int(size) for size in shape),
+            spell_text(name),
+            spell_bytes(len(raw)),
+        ]
+        least, most = (sum(len(v[end]) for v in inner) + len(raw) for end in (0, -1))
+        outer = spell_extension(code, least, most)
+        values = [*self.pending, outer, *inner]
+        choices, reached = choose(values, self.position)
+        if demand is not None and reached < demand:
+            return False
+        at = len(self.pending)
+        payload = sum(len(v[i]) for v, i in zip(inner, choices[at + 1 :], strict=True)) + len(raw)
+        header = extension_header(len(outer[choices[at]]), code, payload)
+        values[at], choices[at] = (header,), 0
+        self.pending = values
+        self._emit(choices)
+        for start in range(0, len(raw), _PIECE):
+            piece = raw[start : start + _PIECE]
+            self.file.write(piece)
+            self.bar.update(len(piece))
+        self.position += len(raw)
+        return True
+
+
+def _plan(tree: Any, path: Path) -> _Plan:
+    if not isinstance(tree, (Mapping, list, tuple)):
+        raise CheckpointError(
+            "the root of a weight tree must be a dict, list or tuple", path=path, found=type(tree).__name__
+        )
+    plan = _Plan({})
+    plan.tree = _plan_node(tree, (), plan, path)
+    if meta.KEY in plan.tree:
+        raise CheckpointError(f"tree path {meta.KEY}: that key is reserved for atbx's metadata", path=path)
+    return plan
+
+
+def _plan_node(node: Any, keys: Keys, plan: _Plan, path: Path) -> dict[str | int, Any]:
+    def refuse(what: str, **parts: object) -> CheckpointError:
+        return CheckpointError(f"tree path {trees.path_string(keys) or '(root)'}: {what}", path=path, **parts)
+
+    if len(keys) >= MAX_DEPTH:
+        raise refuse("the tree is nested too deep", expected=f"at most {MAX_DEPTH} levels")
+    if isinstance(node, (list, tuple)):
+        if hasattr(node, "_fields"):
+            raise refuse("a named tuple cannot be written", hint="Use a dict: its field names would be lost")
+        plan.nodes[meta.address(keys)] = "tuple" if isinstance(node, tuple) else "list"
+        items: list[tuple[Any, Any]] = [(str(i), value) for i, value in enumerate(node)]
+    else:
+        items = list(node.items())
+    planned: dict[str | int, Any] = {}
+    texts: set[str] = set()
+    for key, value in items:
+        if isinstance(key, bool) or not isinstance(key, (str, int)):
+            raise refuse(
+                f"the key {key!r} cannot be written", expected="text or an integer", found=type(key).__name__
+            )
+        if isinstance(key, int) and not -(1 << 63) <= key < 1 << 64:
+            raise refuse(f"the key {key} is beyond 64 bits")
+        if key == CHUNKED:
+            raise refuse(f"the key {CHUNKED} is reserved: Flax would take this dict for a chunked array")
+        if str(key) in texts:
+            raise refuse(
+                f"two keys read {str(key)!r}, one text and one integer", hint="Flax cannot tell them apart"
+            )
+        texts.add(str(key))
+        here = (*keys, key)
+        if isinstance(value, (Mapping, list, tuple)):
+            planned[key] = _plan_node(value, here, plan, path)
+            if not value:
+                plan.leaves.append((here, {}))
+        else:
+            _check_leaf(value, trees.path_string(here), path)
+            planned[key] = value
+            plan.leaves.append((here, value))
+    return planned
+
+
+def _check_leaf(value: Any, where: str, path: Path) -> None:
+    def refuse(what: str, **parts: object) -> CheckpointError:
+        return CheckpointError(f"tree path {where}: {what}", path=path, **parts)
+
+    if isinstance(value, Lazy):
+        if value.abstract.dtype not in NAMES:
+            raise refuse("the dtype has no name in files", found=value.abstract.dtype)
+    elif isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.device.type == "meta":
+            raise refuse(
+                "the tensor has no dense values",
+                expected="a strided tensor",
+                found=f"{value.layout} on {value.device}",
+            )
+        if file_name_of(value.dtype) is None:
+            raise refuse("the dtype has no name in files", found=value.dtype)
+    elif isinstance(value, (np.ndarray, np.generic)):
+        if file_name_of(value.dtype) is None:
+            raise refuse(
+                "an array of this dtype cannot be written",
+                expected="numbers that torch has too",
+                found=repr(value.dtype),
+            )
+    elif (
+        isinstance(value, bool) or value is None or isinstance(value, (float, complex, str, bytes, bytearray))
+    ):
+        return
+    elif isinstance(value, int):
+        if not -(1 << 63) <= value < 1 << 64:
+            raise refuse("the integer is beyond 64 bits", found=value)
+    else:
+        raise refuse(
+            "a value of this type cannot be written",
+            expected="a tensor, numpy array, Lazy leaf or Python scalar",
+            found=type(value).__name__,
+        )
+
+
+def _loaded(leaf: Leaf, where: str, path: Path) -> torch.Tensor | np.ndarray | np.generic:
+    if not isinstance(leaf, Lazy):
+        return leaf
+    tensor = leaf.load()
+    expected = leaf.abstract
+    if tuple(tensor.shape) != tuple(expected.shape) or tensor.dtype != expected.dtype:
+        raise CheckpointError(
+            f"tree path {where}: the lazy leaf loaded another tensor than it announced",
+            path=path,
+            expected=f"{expected.dtype} {tuple(expected.shape)}",
+            found=f"{tensor.dtype} {tuple(tensor.shape)}",
+        )
+    return tensor
+
+
+def _name_and_shape(array: torch.Tensor | np.ndarray | np.generic) -> tuple[str, tuple[int, ...]]:
+    name = file_name_of(array.dtype)
+    assert name is not None, "checked before anything was written"
+    return name, tuple(int(n) for n in array.shape)
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    from atbx.checkpoints.leaves import DTYPES
+
+    return DTYPES[name]
+
+
+def _nbytes(leaf: Any) -> int:
+    if isinstance(leaf, Lazy):
+        return leaf.abstract.nbytes
+    if isinstance(leaf, (torch.Tensor, np.ndarray, np.generic)):
+        return int(leaf.nbytes)
+    return 0
+
+
+def _crc32(raw: memoryview, start: int) -> int:
+    for at in range(0, len(raw), _PIECE):
+        start = zlib.crc32(raw[at : at + _PIECE], start)
+    return start
