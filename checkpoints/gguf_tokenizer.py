@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from atbx.checkpoints.token_spelling import SPACE_MARK
-from atbx.core.errors import CheckpointError, MissingExtraError, UnsupportedError
+from atbx.checkpoints.tokenizers_package import blaming, import_tokenizers
+from atbx.core.errors import CheckpointError, UnsupportedError
 
 # Values of tokenizer.ggml.token_type.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -158,17 +159,10 @@ def read_vocabulary(fields: Mapping[str, Any]) -> GgufVocabulary:
 
 def build_tokenizer(vocabulary: GgufVocabulary) -> Any:
     """The `tokenizers.Tokenizer` of a vocabulary, control and user-defined tokens added whole."""
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise MissingExtraError("tokenizers", "text", "a tokenizer") from error
-    try:
-        if vocabulary.model == "gpt2":
-            tokenizer = _byte_level(tokenizers, vocabulary)
-        else:
-            tokenizer = _sentence_pieces(tokenizers, vocabulary)
-    except Exception as error:  # tokenizers raises bare Exception for merges outside the vocabulary
-        raise _bad("merges", f"the vocabulary cannot be built: {error}") from error
+    tokenizers = import_tokenizers()
+    build = _byte_level if vocabulary.model == "gpt2" else _sentence_pieces
+    with blaming("tokenizer.ggml.merges", "the vocabulary cannot be built"):
+        tokenizer = build(tokenizers, vocabulary)
     special = vocabulary.special_ids()
     added = [
         tokenizers.AddedToken(vocabulary.tokens[i], normalized=False, special=True) for i in sorted(special)

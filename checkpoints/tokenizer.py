@@ -17,7 +17,8 @@ from typing import Any
 
 from atbx.checkpoints import chat, gguf_tokenizer, hf_tokenizer
 from atbx.checkpoints.token_spelling import Spelling, read_spelling
-from atbx.core.errors import CheckpointError, MissingExtraError, OptionError, UnsupportedError
+from atbx.checkpoints.tokenizers_package import blaming, import_tokenizers
+from atbx.core.errors import CheckpointError, OptionError, UnsupportedError
 
 # Spellings by which model families end a turn (ChatML, Llama 3 and its tool calls, Gemma, Phi-3, OpenChat).
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|end_of_turn|>")
@@ -176,7 +177,8 @@ class Text:
                 found=ascii(text[error.start]),
             ) from error
         backend = self.backend if special else self._literal_backend
-        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+        with blaming("tokenizer", "the tokenizer fails on this text"):
+            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
         if (self.add_bos if bos is None else bos) and self.bos is not None:
             ids = [self.bos, *ids]
         if bos is None and self.add_eos and self.eos:
@@ -312,14 +314,9 @@ def _end_ids(
 
 
 def _parse(document: str) -> Any:
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise MissingExtraError("tokenizers", "text", "a tokenizer") from error
-    try:
+    tokenizers = import_tokenizers()
+    with blaming("tokenizer.json", "the tokenizer cannot be built"):
         backend = tokenizers.Tokenizer.from_str(document)
-    except Exception as error:  # tokenizers raises bare Exception for whatever it cannot parse
-        raise CheckpointError(f"the tokenizer cannot be built: {error}", where="tokenizer.json") from error
     # A file may have been saved with the padding and the cut length of some training run.
     backend.no_padding()
     backend.no_truncation()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 CHATML = (
@@ -75,3 +76,49 @@ def sentence_piece_fields(**more: Any) -> dict[str, Any]:
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.unknown_token_id": 0,
     } | {f"tokenizer.ggml.{key}": value for key, value in more.items()}
+
+
+def varied_strings(count: int) -> list[str]:
+    parts = [
+        "hello",
+        "World",
+        "l'été",
+        "naïve",
+        "日本語",
+        "😀",
+        "👩‍👩‍👧",
+        "\n",
+        "\n\n",
+        "\t",
+        " ",
+        "  ",
+        "     ",
+    ]
+    parts += [
+        "123",
+        "4",
+        "٣٤",
+        "½",
+        "don't",
+        "I'LL",
+        "def f(x):\n    return x",
+        "<|im_end|>",
+        "{}",
+        "...",
+        "—",
+    ]
+    parts += [
+        "e\u0301",
+        "\u200d",
+        "\r\n",
+        "\x00",
+        "ﷺ",
+        "1,234.5",
+        "a_b",
+        "http://x.y/z?q=1",
+        "\u00a0",
+        "ß",
+        "İ",
+    ]
+    draw = random.Random(0)
+    return ["".join(draw.choices(parts, k=draw.randrange(1, 8))) for _ in range(count)]
