@@ -10,11 +10,12 @@ import bisect
 import math
 import mmap
 import os
+import stat
 import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import torch
@@ -83,10 +84,14 @@ def map_file(path: str | os.PathLike[str]) -> mmap.mmap:
         CheckpointError: the file cannot be opened, is no regular file, or is empty.
     """
     try:
-        if Path(path).is_dir():
-            raise CheckpointError("this is a folder, not a file", path=path)
+        size, mode = os.stat(path).st_size, os.stat(path).st_mode
+        if not stat.S_ISREG(mode):  # opening a pipe would wait for a writer
+            raise CheckpointError(
+                "this is no regular file",
+                path=path,
+                found="a folder" if stat.S_ISDIR(mode) else "a device or pipe",
+            )
         with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
             if size == 0:
                 raise CheckpointError(
                     "the file is empty",
@@ -103,7 +108,7 @@ def map_file(path: str | os.PathLike[str]) -> mmap.mmap:
     except OSError as error:
         raise CheckpointError(f"the file cannot be opened: {error.strerror or error}", path=path) from error
     base = torch.frombuffer(mapped, dtype=torch.uint8, count=1).data_ptr()
-    _mappings[base] = (len(mapped), weakref.ref(mapped, lambda gone, base=base: _forget(base, gone)))
+    _mappings[base] = (len(mapped), weakref.ref(mapped, partial(_forget, base)))
     return mapped
 
 
@@ -130,8 +135,8 @@ def mapping_of(tensor: torch.Tensor) -> tuple[mmap.mmap, int] | None:
     index = bisect.bisect_right(bases, address) - 1
     if index < 0:
         return None
-    length, reference = _mappings[bases[index]]
-    mapped = reference()
+    length, reference = _mappings.get(bases[index], (0, None))
+    mapped = reference() if reference is not None else None
     if mapped is None or address >= bases[index] + length:
         return None
     return mapped, address - bases[index]
@@ -150,11 +155,9 @@ def release(tensor: torch.Tensor) -> bool:
     span = 1 + sum(
         (size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
+    stop = offset + span * tensor.element_size()
     start = -(-offset // PAGE) * PAGE
-    end = (offset + span * tensor.element_size()) // PAGE * PAGE
-    if offset + span * tensor.element_size() == len(mapped):
-        end = -(-len(mapped) // PAGE) * PAGE  # nothing else lives on the last page
-        end = min(end, len(mapped))
+    end = stop if stop == len(mapped) else stop // PAGE * PAGE  # the last page is shared with nobody
     if end > start:
         mapped.madvise(mmap.MADV_DONTNEED, start, end - start)
     return True
@@ -178,8 +181,8 @@ def raw_bytes(leaf: torch.Tensor | np.ndarray) -> memoryview:
     """The elements of a tensor or array as little-endian bytes in C order; copies only where it must."""
     if isinstance(leaf, torch.Tensor):
         tensor = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        return memoryview(tensor.view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+        return tensor.view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
     array = np.ascontiguousarray(leaf)
     if array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("<"))
-    return memoryview(array.reshape(-1).view(np.uint8)) if array.size else memoryview(b"")
+    return array.reshape(-1).view(np.uint8).data if array.size else memoryview(b"")

@@ -82,7 +82,7 @@ def unpack(value: Any, file: Path) -> dict[str, Any]:
         CheckpointError: it is malformed, damaged, or of a newer version.
     """
 
-    def fail(what: str, **parts: object) -> CheckpointError:
+    def fail(what: str, **parts: Any) -> CheckpointError:
         return CheckpointError(f"{KEY}: {what}", path=file, **parts)
 
     if not isinstance(value, dict) or value.get("format") != FORMAT:

@@ -74,7 +74,8 @@ def read_tree(path: str | os.PathLike[str], *, abstract: Any = None, verify: boo
     path:     a file, a shard index, a folder that holds one of them, or the path a sharded tree was written to.
     abstract: the expected tree: where it has a list or tuple and a file by others has a map of keys "0" to "n",
               the map becomes that, in numeric order. It is not compared otherwise: see `checkpoints.check`.
-    verify:   compare every tensor with its checksum (reads the whole file); files by others have none.
+    verify:   compare every tensor with its checksum, which reads the whole file. A file without checksums (by
+              others, or written so) is refused then.
 
     Raises:
         CheckpointError: with file, byte offset, tree path, expected and found.
@@ -111,7 +112,7 @@ def locate(path: str | os.PathLike[str]) -> Path:
     if path.is_dir():
         return _locate_in(path)
     if not path.exists():
-        index = path.with_name(path.name + ".index.json")
+        index = shards.index_path(path)
         if index.exists():
             return index
         raise CheckpointError("there is no such file", path=path)
@@ -271,16 +272,31 @@ def _tensor(stored: Stored) -> torch.Tensor:
 
 def _verify(parsed: _Parsed) -> None:
     expected = meta.table(parsed.metadata, "checksums", int, parsed.path)
-    for path, stored in _stored(parsed.tree):
-        found = meta.first_checksum(stored.dtype, stored.shape)
-        for offset, size in stored.extents:
-            found = _checksum(stored.mapped, offset, size, found)
-        if expected.get(meta.address(path), found) != found:
+    stored = {meta.address(path): (trees.path_string(path), record) for path, record in _stored(parsed.tree)}
+    if not expected and stored:
+        raise CheckpointError(
+            "the file holds no checksums to verify",
+            path=parsed.path,
+            hint="Convert it with `atbx convert`, or read it unverified",
+        )
+    for address in [*expected, *stored]:
+        if address not in stored or address not in expected:
             raise CheckpointError(
-                f"tensor {trees.path_string(path)}: the checksum differs",
-                path=stored.file,
-                offset=stored.extents[0][0],
-                expected=f"{expected[meta.address(path)]:08x}",
+                f"tensor {address}: "
+                + ("it has no checksum" if address in stored else "it is not in the file"),
+                path=parsed.path,
+                hint="Somebody changed the tree after atbx wrote it",
+            )
+    for address, (path, record) in stored.items():
+        found = meta.first_checksum(record.dtype, record.shape)
+        for offset, size in record.extents:
+            found = _checksum(record.mapped, offset, size, found)
+        if found != expected[address]:
+            raise CheckpointError(
+                f"tensor {path}: the checksum differs",
+                path=record.file,
+                offset=record.extents[0][0],
+                expected=f"{expected[address]:08x}",
                 found=f"{found:08x}",
                 hint="The file is damaged: convert or download it again",
             )

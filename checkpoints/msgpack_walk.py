@@ -24,6 +24,7 @@ CHUNKED = "__msgpack_chunked_array__"
 ARRAY, COMPLEX, SCALAR = 1, 2, 3
 
 MAX_DEPTH = 128
+_CHUNK_LEVELS = 2  # a chunked array is a map of maps, below the deepest leaf that a tree may have
 MAX_NODES = 1 << 21  # bounds memory: an empty map costs one byte in a file and 64 in memory
 MAX_TEXT = 1 << 28
 MAX_AXES = 64
@@ -184,7 +185,7 @@ class Walk:
             return self.raw(value, "a byte string")
         if kind == "ext":
             return self._extension(value, start)
-        if len(self.path) >= MAX_DEPTH:
+        if len(self.path) >= MAX_DEPTH + _CHUNK_LEVELS:
             self.fail("the tree is nested too deep", start, expected=f"at most {MAX_DEPTH} levels")
         # An entry takes a byte at least (two in a map), so a count beyond that is known to be wrong before the loop.
         if value * (2 if kind == "map" else 1) > self.end - self.position:

@@ -10,17 +10,15 @@ import os
 import struct
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
 from atbx.checkpoints import metadata as meta
 from atbx.checkpoints import shards
-from atbx.checkpoints.leaves import NAMES, Lazy, file_name_of, raw_bytes
+from atbx.checkpoints.leaves import DTYPES, file_name_of, raw_bytes
 from atbx.checkpoints.msgpack_padding import (
     ALIGNMENT,
     Spellings,
@@ -33,27 +31,16 @@ from atbx.checkpoints.msgpack_padding import (
     spell_map,
     spell_text,
 )
-from atbx.checkpoints.msgpack_walk import ARRAY, CHUNKED, COMPLEX, MAX_DEPTH, SCALAR
+from atbx.checkpoints.msgpack_walk import ARRAY, CHUNKED, COMPLEX, SCALAR
 from atbx.checkpoints.replace_file import replacing
+from atbx.checkpoints.tree_plan import Keys, Leaf, Plan, bytes_of, loaded, plan_tree
 from atbx.core import trees
-from atbx.core.errors import CheckpointError, OptionError
+from atbx.core.errors import OptionError
 
 LARGEST_CHUNK = (1 << 32) - 1024
 """An extension's length has 32 bits, and holds a tensor's shape and dtype besides its bytes."""
 
 _PIECE = 1 << 24
-Keys = tuple[str | int, ...]
-Leaf = torch.Tensor | np.ndarray | np.generic | Lazy
-
-
-@dataclass
-class _Plan:
-    """A tree checked before anything is written: nested dicts, which of them were lists, and its leaves."""
-
-    tree: dict[str | int, Any]
-    nodes: dict[str, str] = field(default_factory=dict)
-    leaves: list[tuple[Keys, Any]] = field(default_factory=list)
-    where: str = ""
 
 
 def write_tree(
@@ -82,13 +69,15 @@ def write_tree(
         OptionError: `chunk_bytes` or `shard_bytes` is out of range.
     """
     path = Path(path)
+    if path.name.endswith(shards.INDEX_SUFFIX):
+        path = path.with_name(shards.stem_of(path) + ".msgpack")
     if not 1 <= chunk_bytes <= LARGEST_CHUNK:
         raise OptionError("chunk_bytes is out of range", expected=f"1 to {LARGEST_CHUNK}", found=chunk_bytes)
     if shard_bytes is not None and shard_bytes < 1:
         raise OptionError("shard_bytes is out of range", expected="at least 1", found=shard_bytes)
-    plan = _plan(tree, path)
+    plan = plan_tree(tree, path)
     extra = {k: v for k, v in meta.check_json(metadata or {}).items() if k not in meta.RESERVED}
-    sizes = [_nbytes(leaf) for _, leaf in plan.leaves]
+    sizes = [bytes_of(leaf) for _, leaf in plan.leaves]
     numbers = shards.assign(sizes, shard_bytes) if shard_bytes is not None else []
     with tqdm(
         total=sum(sizes), unit="B", unit_scale=True, desc=path.name, disable=None if progress else True
@@ -100,11 +89,11 @@ def write_tree(
 
 
 def _write_single(
-    path: Path, plan: _Plan, extra: dict[str, Any], chunk_bytes: int, checksums: bool, bar: Any
+    path: Path, plan: Plan, extra: dict[str, Any], chunk_bytes: int, checksums: bool, bar: Any
 ) -> None:
     old = shards.published(path)
     with replacing(path) as file:
-        writer = _Writer(file, path, chunk_bytes, checksums, bar)
+        writer = _Writer(file, plan, chunk_bytes, checksums, bar)
         writer.map_header(len(plan.tree) + 1)
         writer.entries(plan.tree, ())
         writer.value(meta.KEY)
@@ -115,7 +104,7 @@ def _write_single(
 
 def _write_shards(
     path: Path,
-    plan: _Plan,
+    plan: Plan,
     extra: dict[str, Any],
     numbers: list[int],
     chunk_bytes: int,
@@ -126,6 +115,12 @@ def _write_shards(
     old = shards.published(path)
     names = shards.shard_names(path, count)
     weight_map: dict[str, str] = {}
+    paths = [trees.path_string(keys) for keys, _ in plan.leaves]
+    if len(set(paths)) < len(paths):
+        twice = next(p for p in paths if paths.count(p) > 1)
+        raise plan.refusal(
+            (twice,), "two leaves have this path, because keys hold slashes, and an index needs one"
+        )
     sums: dict[str, int] = {}
     written: list[Path] = []
     try:
@@ -140,7 +135,7 @@ def _write_shards(
                     weight_map[trees.path_string(keys)] = name
             written.append(path.with_name(name))
             with replacing(written[-1]) as file:
-                writer = _Writer(file, path, chunk_bytes, checksums, bar)
+                writer = _Writer(file, plan, chunk_bytes, checksums, bar)
                 writer.map_header(len(part))
                 writer.entries(part, ())
                 writer.flush()
@@ -152,7 +147,7 @@ def _write_shards(
             "nodes": plan.nodes,
             "checksums": sums,
         }
-        text = shards.index_text(weight_map, sum(_nbytes(leaf) for _, leaf in plan.leaves), own)
+        text = shards.index_text(weight_map, sum(bytes_of(leaf) for _, leaf in plan.leaves), own)
         with replacing(shards.index_path(path)) as file:
             file.write(text.encode())
     except BaseException:
@@ -166,8 +161,8 @@ def _write_shards(
 class _Writer:
     """Encodes values into a file; headers wait in `pending` until it is known how far they must stretch."""
 
-    def __init__(self, file: BinaryIO, path: Path, chunk_bytes: int, checksums: bool, bar: Any) -> None:
-        self.file, self.path, self.bar = file, path, bar
+    def __init__(self, file: BinaryIO, plan: Plan, chunk_bytes: int, checksums: bool, bar: Any) -> None:
+        self.file, self.plan, self.bar = file, plan, bar
         self.chunk_bytes, self.wants_checksums = chunk_bytes, checksums
         self.pending: list[Spellings] = []
         self.position = 0
@@ -221,17 +216,17 @@ class _Writer:
 
     def tensor(self, leaf: Leaf, keys: Keys) -> None:
         """One tensor or numpy scalar, chunked where it is too large, aligned, with its checksum."""
-        where = trees.path_string(keys)
-        array = _loaded(leaf, where, self.path)
-        name, shape = _name_and_shape(array)
-        raw = raw_bytes(array if not isinstance(array, np.generic) else np.asarray(array))
+        array = loaded(leaf, keys, self.plan)
+        name = file_name_of(array.dtype)
+        assert name is not None  # the plan refused every other dtype
+        shape = tuple(int(n) for n in array.shape)
+        raw = raw_bytes(np.asarray(array) if isinstance(array, np.generic) else array)
         if self.wants_checksums:
-            start = meta.first_checksum(shape=shape, dtype=_torch_dtype(name))
-            self.checksums[meta.address(keys)] = _crc32(raw, start)
+            self.checksums[meta.address(keys)] = _crc32(raw, meta.first_checksum(DTYPES[name], shape))
         code = SCALAR if isinstance(array, np.generic) else ARRAY
-        itemsize = _torch_dtype(name).itemsize
+        itemsize = DTYPES[name].itemsize
         step = max(1, self.chunk_bytes // itemsize) * itemsize
-        if len(raw) > self.chunk_bytes and len(raw) > step:
+        if len(raw) > step:
             self._chunked(raw, name, shape, step)
         elif code == SCALAR or len(raw) == 0:
             self._extension(raw, name, shape, code)
@@ -240,7 +235,7 @@ class _Writer:
             self._chunked(raw, name, shape, step)
 
     def _chunked(self, raw: memoryview, name: str, shape: tuple[int, ...], step: int) -> None:
-        itemsize = _torch_dtype(name).itemsize
+        itemsize = DTYPES[name].itemsize
         self.map_header(3)
         self.value(CHUNKED)
         self.value(True)
@@ -283,132 +278,6 @@ class _Writer:
             self.bar.update(len(piece))
         self.position += len(raw)
         return True
-
-
-def _plan(tree: Any, path: Path) -> _Plan:
-    if not isinstance(tree, (Mapping, list, tuple)):
-        raise CheckpointError(
-            "the root of a weight tree must be a dict, list or tuple", path=path, found=type(tree).__name__
-        )
-    plan = _Plan({})
-    plan.tree = _plan_node(tree, (), plan, path)
-    if meta.KEY in plan.tree:
-        raise CheckpointError(f"tree path {meta.KEY}: that key is reserved for atbx's metadata", path=path)
-    return plan
-
-
-def _plan_node(node: Any, keys: Keys, plan: _Plan, path: Path) -> dict[str | int, Any]:
-    def refuse(what: str, **parts: object) -> CheckpointError:
-        return CheckpointError(f"tree path {trees.path_string(keys) or '(root)'}: {what}", path=path, **parts)
-
-    if len(keys) >= MAX_DEPTH:
-        raise refuse("the tree is nested too deep", expected=f"at most {MAX_DEPTH} levels")
-    if isinstance(node, (list, tuple)):
-        if hasattr(node, "_fields"):
-            raise refuse("a named tuple cannot be written", hint="Use a dict: its field names would be lost")
-        plan.nodes[meta.address(keys)] = "tuple" if isinstance(node, tuple) else "list"
-        items: list[tuple[Any, Any]] = [(str(i), value) for i, value in enumerate(node)]
-    else:
-        items = list(node.items())
-    planned: dict[str | int, Any] = {}
-    texts: set[str] = set()
-    for key, value in items:
-        if isinstance(key, bool) or not isinstance(key, (str, int)):
-            raise refuse(
-                f"the key {key!r} cannot be written", expected="text or an integer", found=type(key).__name__
-            )
-        if isinstance(key, int) and not -(1 << 63) <= key < 1 << 64:
-            raise refuse(f"the key {key} is beyond 64 bits")
-        if key == CHUNKED:
-            raise refuse(f"the key {CHUNKED} is reserved: Flax would take this dict for a chunked array")
-        if str(key) in texts:
-            raise refuse(
-                f"two keys read {str(key)!r}, one text and one integer", hint="Flax cannot tell them apart"
-            )
-        texts.add(str(key))
-        here = (*keys, key)
-        if isinstance(value, (Mapping, list, tuple)):
-            planned[key] = _plan_node(value, here, plan, path)
-            if not value:
-                plan.leaves.append((here, {}))
-        else:
-            _check_leaf(value, trees.path_string(here), path)
-            planned[key] = value
-            plan.leaves.append((here, value))
-    return planned
-
-
-def _check_leaf(value: Any, where: str, path: Path) -> None:
-    def refuse(what: str, **parts: object) -> CheckpointError:
-        return CheckpointError(f"tree path {where}: {what}", path=path, **parts)
-
-    if isinstance(value, Lazy):
-        if value.abstract.dtype not in NAMES:
-            raise refuse("the dtype has no name in files", found=value.abstract.dtype)
-    elif isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided or value.device.type == "meta":
-            raise refuse(
-                "the tensor has no dense values",
-                expected="a strided tensor",
-                found=f"{value.layout} on {value.device}",
-            )
-        if file_name_of(value.dtype) is None:
-            raise refuse("the dtype has no name in files", found=value.dtype)
-    elif isinstance(value, (np.ndarray, np.generic)):
-        if file_name_of(value.dtype) is None:
-            raise refuse(
-                "an array of this dtype cannot be written",
-                expected="numbers that torch has too",
-                found=repr(value.dtype),
-            )
-    elif (
-        isinstance(value, bool) or value is None or isinstance(value, (float, complex, str, bytes, bytearray))
-    ):
-        return
-    elif isinstance(value, int):
-        if not -(1 << 63) <= value < 1 << 64:
-            raise refuse("the integer is beyond 64 bits", found=value)
-    else:
-        raise refuse(
-            "a value of this type cannot be written",
-            expected="a tensor, numpy array, Lazy leaf or Python scalar",
-            found=type(value).__name__,
-        )
-
-
-def _loaded(leaf: Leaf, where: str, path: Path) -> torch.Tensor | np.ndarray | np.generic:
-    if not isinstance(leaf, Lazy):
-        return leaf
-    tensor = leaf.load()
-    expected = leaf.abstract
-    if tuple(tensor.shape) != tuple(expected.shape) or tensor.dtype != expected.dtype:
-        raise CheckpointError(
-            f"tree path {where}: the lazy leaf loaded another tensor than it announced",
-            path=path,
-            expected=f"{expected.dtype} {tuple(expected.shape)}",
-            found=f"{tensor.dtype} {tuple(tensor.shape)}",
-        )
-    return tensor
-
-
-def _name_and_shape(array: torch.Tensor | np.ndarray | np.generic) -> tuple[str, tuple[int, ...]]:
-    name = file_name_of(array.dtype)
-    assert name is not None, "checked before anything was written"
-    return name, tuple(int(n) for n in array.shape)
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    from atbx.checkpoints.leaves import DTYPES
-
-    return DTYPES[name]
-
-
-def _nbytes(leaf: Any) -> int:
-    if isinstance(leaf, Lazy):
-        return leaf.abstract.nbytes
-    if isinstance(leaf, (torch.Tensor, np.ndarray, np.generic)):
-        return int(leaf.nbytes)
-    return 0
 
 
 def _crc32(raw: memoryview, start: int) -> int:

@@ -179,17 +179,23 @@ def shard_names(path: Path, count: int) -> list[str]:
 
 
 def published(path: Path) -> list[Path]:
-    """The index and shards of a tree written to `path` before, [] if it was not sharded."""
+    """The index and shards that an earlier write to `path` made; [] if it made none.
+
+    Raises:
+        CheckpointError: there is an index that atbx did not write: its shards may be all that somebody has.
+    """
     index = index_path(path)
     if not index.is_file():
         return []
-    content = meta.parse(index.read_text("utf-8"), index)
-    weight_map = content.get("weight_map")
-    names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
-    own = [
-        index.with_name(n) for n in sorted(map(str, names)) if n.startswith(stem_of(path)) and "/" not in n
-    ]
-    return [index, *own]
+    content = meta.parse(index.read_text("utf-8", errors="replace"), index)
+    extra, weight_map = content.get("metadata"), content.get("weight_map")
+    if not isinstance(extra, dict) or meta.KEY not in extra or not isinstance(weight_map, dict):
+        raise CheckpointError(
+            "a sharded checkpoint that atbx did not write has this name",
+            path=index,
+            hint="Write to another name, or delete the index and its shards first",
+        )
+    return [index, *(index.with_name(n) for n in sorted({Path(str(v)).name for v in weight_map.values()}))]
 
 
 def retire(files: Sequence[Path], keep: Sequence[str]) -> None:
