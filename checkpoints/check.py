@@ -38,27 +38,40 @@ def check(
         )
     layouts = (metadata or {}).get("layouts", {})
     comparison = _Comparison(layouts if isinstance(layouts, Mapping) else {}, dtype)
-    cause = _extra_level(params, abstract)
-    found = [*cause, *comparison.nodes(params, abstract, ())]
+    found: list[str] = []
+    path: tuple[Any, ...] = ()
+    # A level too many or too few is one mistake: named once, then the trees are compared below it.
+    while (level := _misplaced_level(params, abstract)) is not None:
+        side, name = level
+        if side == "extra":
+            found.append(f"{_join(path)}: there is an extra level {name!r}: pass tree[{name!r}]")
+            params, path = params[name], (*path, name)
+        else:
+            found.append(f"{_join(path)}: the level {name!r} is missing: pass {{{name!r}: tree}}")
+            abstract = abstract[name]
+    found += comparison.nodes(params, abstract, path)
     if found:
         count = f"{len(found)} mismatch" + ("es" if len(found) > 1 else "")
         raise TreeError(f"the parameters do not fit the model ({count}):", mismatches=tuple(found))
 
 
-def _extra_level(params: Any, abstract: Any) -> list[str]:
-    """The line about a level too many or too few around the whole tree, [] where there is none."""
-    for outer, inner, words in (
-        (params, abstract, "the tree has an extra level {0!r} around it: pass tree[{0!r}]"),
-        (abstract, params, "the tree lacks the level {0!r}: pass {{{0!r}: tree}}"),
-    ):
+def _misplaced_level(params: Any, abstract: Any) -> tuple[str, Any] | None:
+    """("extra" or "missing", its key) where one tree is wrapped once more than the other; None where neither is."""
+    for side, outer, inner in (("extra", params, abstract), ("missing", abstract, params)):
         if not isinstance(outer, Mapping) or not isinstance(inner, Mapping) or not inner:
             continue
-        for name in outer:
-            below = outer[name]
-            wraps = isinstance(below, Mapping) and len(set(below) & set(inner)) * 2 > len(inner)
-            if name not in inner and wraps and (len(outer) == 1 or name in _WRAPPERS):
-                return ["(root): " + words.format(name)]
-    return []
+        for name, below in outer.items():
+            # Most keys must agree one level down; a whole second wrapper counts too ({"params": {"params": ...}}).
+            fits = isinstance(below, Mapping) and (
+                len(set(below) & set(inner)) * 2 > len(inner) or (name in below and name in _WRAPPERS)
+            )
+            if name not in inner and fits and (len(outer) == 1 or name in _WRAPPERS):
+                return side, name
+    return None
+
+
+def _join(path: tuple[Any, ...]) -> str:
+    return "/".join(map(str, path)) or "(root)"
 
 
 class _Comparison:
@@ -69,7 +82,7 @@ class _Comparison:
 
     def nodes(self, found: Any, expected: Any, path: tuple[Any, ...]) -> Iterator[str]:
         """One line per mismatch at or below `path`."""
-        where = "/".join(map(str, path)) or "(root)"
+        where = _join(path)
         kind, expected_kind = _kind(found), _kind(expected)
         if expected_kind == "leaf" and kind == "leaf":
             yield from self._leaves(found, expected, where)

@@ -258,7 +258,7 @@ def _some(keys: Sequence[Any] | Mapping[Any, Any]) -> str:
 
 
 def _tensor(stored: Stored) -> torch.Tensor:
-    if len(stored.extents) == 1:
+    if len(stored.extents) == 1 or stored.nbytes == 0:
         return leaves.view(stored.mapped, stored.dtype, stored.shape, stored.extents[0][0])
     joined = torch.empty(stored.nbytes, dtype=torch.uint8)
     filled = 0
