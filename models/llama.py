@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 
+from atbx import ops
 from atbx.core.abstract import Abstract
+from atbx.core.staging import scope
+from atbx.models.step import Step
+from atbx.ops.kv_cache import CacheSpec, KVCache, LayerCache
 from atbx.ops.rope import Rope
 
 
@@ -51,6 +55,11 @@ class LlamaConfig:
     def scale(self) -> float:
         """Factor on attention scores, 1 / sqrt(head size)."""
         return float(self.head_size) ** -0.5
+
+    @property
+    def cache_spec(self) -> CacheSpec:
+        """What each layer keeps in the KV cache."""
+        return CacheSpec((LayerCache(self.kv_heads, self.head_size, self.window),) * self.layers)
 
 
 def abstract(config: LlamaConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
@@ -97,3 +106,37 @@ def abstract(config: LlamaConfig, dtype: torch.dtype = torch.bfloat16) -> dict[s
     if not config.tied:
         tree["lm_head"] = weight(config.vocab, M, axes=("vocab", "model"))
     return tree
+
+
+def forward(params: dict[str, Any], step: Step, cache: KVCache, config: LlamaConfig) -> tuple[Any, KVCache]:
+    """Logits of the wanted tokens, and the cache after this step.
+
+    params: the tree that `abstract` describes. Returns logits [B, W, V] in the parameters' dtype.
+    """
+    x = ops.embedding(params["embed"], step.ids)  # [B, T, M]
+    for index, p in enumerate(params["layers"]):
+        with scope(f"layers/{index}"):
+            x, cache = block(p, x, step, cache, index, config)
+    x = ops.rms_norm(ops.take(x, step.want), params["norm"], eps=config.eps)  # [B, W, M]
+    head = params["embed"] if config.tied else params["lm_head"]
+    return ops.linear(x, head), cache.advance(step.counts)
+
+
+def block(
+    p: dict[str, Any], x: Any, step: Step, cache: KVCache, index: int, config: LlamaConfig
+) -> tuple[Any, KVCache]:
+    """One layer: attention and feed-forward network, each behind its norm and added to x [B, T, M]."""
+    B, T, _ = x.shape
+    h = ops.rms_norm(x, p["attn_norm"], eps=config.eps)
+    q = ops.reshape(ops.linear(h, p["q"], p.get("q_bias")), (B, T, config.heads, config.head_size))
+    k = ops.reshape(ops.linear(h, p["k"], p.get("k_bias")), (B, T, config.kv_heads, config.head_size))
+    v = ops.reshape(ops.linear(h, p["v"], p.get("v_bias")), (B, T, config.kv_heads, config.head_size))
+    q, k = ops.rotary(q, k, step.positions, config.rope, limits=step.limits)
+    a, cache = ops.attend(q, k, v, cache, layer=index, counts=step.counts, scale=config.scale)
+    a = ops.reshape(a, (B, T, config.heads * config.head_size))
+    x = x + ops.linear(a, p["o"], p.get("o_bias"))
+    h = ops.rms_norm(x, p["mlp_norm"], eps=config.eps)
+    gate = ops.linear(h, p["gate"], p.get("gate_bias"))
+    up = ops.linear(h, p["up"], p.get("up_bias"))
+    hidden = ops.gated(gate, up, activation=config.activation)
+    return x + ops.linear(hidden, p["down"], p.get("down_bias")), cache

@@ -24,6 +24,11 @@ DONATED = "_atbx_donated"
 Release = Callable[[torch.Tensor], bool]
 
 
+def is_donated(value: Any) -> bool:
+    """Whether a tensor's buffer was given to a compiled step."""
+    return getattr(value, DONATED, None) is not None
+
+
 def refuse_donated(tensor: torch.Tensor, path: str) -> None:
     """Raise DonationError if `tensor` was donated before."""
     mark = getattr(tensor, DONATED, None)

@@ -16,7 +16,7 @@ from typing import Any
 from atbx.core.abstract import tag_of
 from atbx.core.arena import Arena, StagedArena
 from atbx.core.backend import Backend, Choice
-from atbx.core.binding import Binding
+from atbx.core.binding import Binding, is_donated
 from atbx.core.buckets import Bucket
 from atbx.core.call import Arguments, Signature, read_arguments
 from atbx.core.errors import BucketError, DonationError, UnsupportedError
@@ -173,6 +173,9 @@ class Jit:
         for leaf in outputs.leaves:
             if leaf.arena_treedef is None:
                 value = values[position]
+                if is_donated(value):
+                    # Updated in place: the buffer lives on under a new object, the old one stays marked.
+                    value = value.detach()
                 for axis, tag in leaf.cuts:
                     real = call.sizes[tag]
                     if real != value.shape[axis]:

@@ -117,9 +117,11 @@ def differences(key: Key, paths: tuple[str, ...], cached: Variant) -> tuple[Diff
     for (name, value), (_, old) in zip(key.statics, other.statics, strict=True):
         if value != old:
             found += _static_differences(name, value, old)
-    for (name, treedef), (_, old_def) in zip(key.structures, other.structures, strict=True):
-        if treedef != old_def:
-            found += _structure_differences(name, treedef, old_def)
+    structures, olds = dict(key.structures), dict(other.structures)
+    # An argument that is bound in one call and a plain tree in the other is told by the binding, below.
+    for name in structures.keys() & olds.keys():
+        if structures[name] != olds[name]:
+            found += _structure_differences(name, structures[name], olds[name])
     if paths == cached.paths:
         for path, leaf, old in zip(paths, key.leaves, other.leaves, strict=True):
             found += _leaf_differences(path, leaf, old)

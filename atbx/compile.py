@@ -1,0 +1,116 @@
+"""`jit`, `bind` and the other ways to run a function, over the backend that a device names."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from atbx.checkpoints.leaves import release
+from atbx.core import binding as core_binding
+from atbx.core import jit as core_jit
+from atbx.core import trees
+from atbx.core.abstract import abstract_of
+from atbx.core.backend import Backend, RunInterpreter
+from atbx.core.buckets import Bucket
+from atbx.core.errors import UnsupportedError
+from atbx.core.op import ReferenceInterpreter, ShapeInterpreter, interpreter
+from atbx.kernels import cpu
+
+DEVICES = ("cpu",)
+
+
+def backend(device: str = "cpu") -> Backend:
+    """The backend of a device.
+
+    Raises:
+        UnsupportedError: no such backend in this version.
+    """
+    if device != "cpu":
+        raise UnsupportedError(
+            "no backend for this device", where="device", expected=f"one of {DEVICES}", found=device
+        )
+    return cpu.backend()
+
+
+def jit(
+    function: Callable[..., Any] | None = None,
+    *,
+    static: Sequence[str] = (),
+    donate: Sequence[str] = (),
+    buckets: Mapping[str, Bucket] | None = None,
+    device: str = "cpu",
+    numerics: str = "fast",
+    fallback: str = "report",
+    capacity: int = 256,
+) -> Any:
+    """Compile a pure function once per static shape; usable as a decorator.
+
+    Example:
+        >>> f = atbx.jit(forward, static=("config",), donate=("cache",), buckets={"T": Bucket((("ids", 1),), ladder(64))})
+
+    Arguments:
+        static: names of arguments that are part of a variant's key: frozen, hashable, compared by value.
+        donate: names of arguments whose buffers may be updated in place; using them again raises.
+        buckets: name to `Bucket`, axes that are padded to a few sizes; outputs are cut back to the real size.
+        fallback: "report", or "error" to refuse what only a reference rule serves.
+        capacity: variants kept at most (least recently used goes first).
+
+    Returns a `Jit` with `.stage`, `.plan`, `.warm`, `.freeze`, `.explain` and `.cache_info`.
+
+    Differs from jax.jit: nothing is differentiated, parameters are bound with `atbx.bind`, shapes are padded to
+    buckets, and a miss says which component of the key differs.
+    """
+    if function is None:
+        return functools.partial(
+            jit,
+            static=static,
+            donate=donate,
+            buckets=buckets,
+            device=device,
+            numerics=numerics,
+            fallback=fallback,
+            capacity=capacity,
+        )
+    return core_jit.Jit(
+        function,
+        backend(device),
+        static=static,
+        donate=donate,
+        buckets=buckets,
+        numerics=numerics,
+        fallback=fallback,
+        capacity=capacity,
+    )
+
+
+def bind(params: Any, *, dtype: torch.dtype | None = None) -> core_binding.Binding:
+    """Bind a parameter tree for compiled functions: flattened once, packed once, shared by every variant.
+
+    dtype casts floating parameters where they are used. Pages of memory-mapped parameters are handed back to the
+    system as soon as a packed copy serves instead.
+
+    Raises:
+        BindingError: a leaf is no tensor.
+    """
+    return core_binding.bind(params, dtype=dtype, release=release)
+
+
+def eval_shape(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The result of `function` as a tree of `Abstract`, from arguments that are tensors or Abstract."""
+    abstract_args, abstract_kwargs = trees.map_leaves(abstract_of, (args, kwargs))
+    with interpreter(ShapeInterpreter()):
+        return function(*abstract_args, **abstract_kwargs)
+
+
+def reference(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The result of `function` by the reference rules of its ops: its meaning, slowly."""
+    with interpreter(ReferenceInterpreter()), torch.no_grad():
+        return function(*args, **kwargs)
+
+
+def run_interpreter() -> RunInterpreter:
+    """The interpreter that runs ops outside every context: the CPU backend."""
+    return RunInterpreter(cpu.backend())

@@ -1,0 +1,245 @@
+"""`generator`: the object behind `generate(params, tokens)`. It owns variants, bindings and cache arenas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from atbx.checkpoints.tokenizer import Text
+from atbx.core.binding import Binding
+from atbx.core.errors import OptionError
+from atbx.core.jit import Explanation, Planned
+from atbx.core.variants import CacheInfo
+from atbx.engine import Engine
+from atbx.memory import MemoryNeeds, refuse_if_too_large
+from atbx.options import Options
+from atbx.prompts import read_prompts
+from atbx.results import Event, Generation, Score
+from atbx.run import Run
+from atbx.sampler import SamplerPrograms
+from atbx.schedule import Policy, Request, decode_extents, prefill, row_limits
+from atbx.scoring import Scorer
+
+
+@dataclass(frozen=True)
+class GeneratorInfo:
+    """Variant caches of the model's program, the sampler's and the scorer's, and how much was padding."""
+
+    model: CacheInfo
+    sampler: CacheInfo
+    scorer: CacheInfo
+    real_tokens: int
+    padded_tokens: int
+    steps: int
+
+    @property
+    def padding(self) -> float:
+        """Padded over real tokens; 1.0 when nothing is padded."""
+        return self.padded_tokens / self.real_tokens if self.real_tokens else 1.0
+
+    @property
+    def variants(self) -> int:
+        """Compiled variants of all programs."""
+        return self.model.variants + self.sampler.variants + self.scorer.variants
+
+    def __str__(self) -> str:
+        tokens = f"{self.real_tokens} tokens in {self.steps} steps, padded to {self.padded_tokens} ({self.padding:.2f})"
+        parts = (("model", self.model), ("sampler", self.sampler), ("scorer", self.scorer))
+        return "\n".join([tokens, *(f"{name}: {info}" for name, info in parts)])
+
+
+class Generator:
+    """Generates text with one model. Made by `generator`; safe to use from several threads.
+
+    Call it as `generate(params, tokens, **options)`; see `Options` for the options.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        config: Any,
+        *,
+        text: Text | None = None,
+        eos: Iterable[int] | None = None,
+        policy: Policy | None = None,
+        dtype: torch.dtype | None = None,
+        device: str = "cpu",
+        numerics: str = "fast",
+        fallback: str = "report",
+        variants: int = 512,
+        memory_limit: int | None = None,
+    ) -> None:
+        self.config, self.text = config, text
+        self.eos = tuple(sorted(set(eos if eos is not None else (text.eos if text is not None else ()))))
+        # Ids that the weights have and the tokenizer has not are padding and must never be sampled.
+        self.vocab = min(config.vocab, text.vocab_size) if text is not None else config.vocab
+        self.engine = Engine(
+            forward,
+            config,
+            policy or Policy(config.context),
+            dtype=dtype,
+            device=device,
+            numerics=numerics,
+            fallback=fallback,
+            variants=variants,
+        )
+        self.sampler = SamplerPrograms(self.engine.policy, device=device, capacity=variants)
+        self.scorer = Scorer(self.engine.policy, device=device, capacity=variants)
+        self._memory_limit = memory_limit
+
+    def bind(self, params: Any) -> Binding:
+        """Bind parameters for repeated use; `generate` takes the result in place of the tree."""
+        return self.engine.bind(params)
+
+    def __call__(self, params: Any, tokens: Any, **options: Any) -> Generation:
+        """Generate from every row of `tokens`.
+
+        params: the parameter tree, or what `bind` made of it.
+        tokens: a row of ids, a (ragged) list of rows, an integer array [T] or [B, T], a string or a list of strings.
+        options: see `Options` (max_new_tokens, temperature, top_k, top_p, seed, stop, logprobs, ...). Greedy is the
+            default; without max_new_tokens a row goes on to EOS or the context's end.
+
+        Raises:
+            OptionError: an option or a prompt is not valid. CapacityError: the request cannot fit the context or
+            memory; nothing has run then.
+        """
+        with self._open(params, tokens, options) as run:
+            for _ in run.events():
+                pass
+            return run.result()
+
+    def stream(self, params: Any, tokens: Any, **options: Any) -> Iterator[Event]:
+        """The same, as an iterator of events: one a token, each with the text it makes certain.
+
+        Arguments are checked at once, before the first event is asked for. Closing the iterator ends the run.
+        """
+        return _events(self._open(params, tokens, options))
+
+    def _open(self, params: Any, tokens: Any, options: dict[str, Any]) -> Run:
+        read = Options.read(options)
+        if read.stop and self.text is None:
+            raise OptionError(
+                "stop strings need a tokenizer", where="stop", hint="Pass text= to atbx.generator"
+            )
+        prompts = read_prompts(tokens, self.config.vocab, self.text)
+        return Run(self, self.engine.bind(params), prompts, read)
+
+    def score(self, params: Any, tokens: Any) -> Score:
+        """Log-likelihoods of the rows of `tokens` (see `__call__`) under the model."""
+        run_options = {"max_new_tokens": 0, "prompt_logprobs": 0}
+        result = self(params, tokens, **run_options)
+        rows = [[entry.logprob for entry in row] for row in result.prompt_logprobs or []]
+        return Score(rows, [sum(row) for row in rows], [len(row) for row in rows])
+
+    def refuse_if_too_large(self, binding: Binding, rows: int, capacity: int, chunk: int) -> None:
+        """Raise CapacityError, with the numbers, if a run of this shape cannot fit."""
+        weights = sum(a.nbytes for a in binding.abstracts)
+        missing = max(0, weights - binding.prepared_bytes)
+        cache = self.engine.pool(binding).nbytes(rows, capacity, chunk)
+        activation = self.engine.activation_bytes(binding, rows, capacity)
+        refuse_if_too_large(MemoryNeeds(missing, cache, activation), self._memory_limit)
+
+    def plan(self, params: Any, workload: Iterable[Request | Sequence[int]]) -> tuple[Planned, ...]:
+        """Every variant that these requests can need; nothing is compiled. A request may be a list of prompt lengths."""
+        model, sampler, scorer = self._planned(params, workload)
+        return (*self.engine.forward.plan(model), *self.sampler.plan(sampler), *self.scorer.plan(scorer))
+
+    def warm(self, params: Any, workload: Iterable[Request | Sequence[int]]) -> int:
+        """Compile every variant that these requests can need; returns how many were compiled."""
+        model, sampler, scorer = self._planned(params, workload)
+        compiled = self.engine.forward.warm(model)
+        return compiled + self.sampler.warm(sampler) + self.scorer.warm(scorer)
+
+    def _planned(
+        self, params: Any, workload: Iterable[Request | Sequence[int]]
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        binding = self.engine.planning_binding(params)
+        engine, policy = self.engine, self.engine.policy
+        model: list[Any] = []
+        sampler: list[Any] = []
+        scorer: list[Any] = []
+        for item in workload:
+            request = item if isinstance(item, Request) else Request(tuple(item))
+            options = Options.read({**request.options, "max_new_tokens": request.max_new_tokens})
+            lengths = request.prompt_lengths
+            limits = row_limits(lengths, options.max_new_tokens, policy.context)
+            capacity = policy.capacity(max(limits))
+            cache = engine.abstract_cache(binding, policy.batch(len(lengths)), capacity)
+            wants_all = options.prompt_logprobs is not None
+            width = policy.score_chunk if wants_all else None
+            for chunk in prefill(lengths, policy, chunk=width):
+                model.append(engine.planned_prefill(chunk, cache, binding, wants_all))
+            for extent in decode_extents(lengths, limits, policy, capacity):
+                model.append(engine.planned_decode(len(lengths), extent, cache, binding))
+            if options.max_new_tokens != 0:
+                sampler += self.sampler.planned(self, options, len(lengths), engine.cache_dtype(binding))
+            if wants_all:
+                scorer += self.scorer.planned(
+                    options.prompt_logprobs or 0, lengths, self.config.vocab, engine.cache_dtype(binding)
+                )
+        return model, sampler, scorer
+
+    def freeze(self) -> None:
+        """From now on a shape or stage that is not compiled raises FrozenCacheError."""
+        for program in (self.engine.forward, *self.sampler.programs, *self.scorer.programs):
+            program.freeze()
+
+    def unfreeze(self) -> None:
+        """Let misses compile again."""
+        for program in (self.engine.forward, *self.sampler.programs, *self.scorer.programs):
+            program.unfreeze()
+
+    def explain(
+        self, params: Any, *, prompt: int = 1, batch: int = 1, new: int = 1
+    ) -> tuple[Explanation, Explanation]:
+        """Kernels, fusions and cache state of a prefill step of `prompt` tokens and of the decode step after it."""
+        binding = self.engine.planning_binding(params)
+        policy, engine = self.engine.policy, self.engine
+        limits = row_limits((prompt,) * batch, new, policy.context)
+        capacity = policy.capacity(max(limits))
+        cache = engine.abstract_cache(binding, policy.batch(batch), capacity)
+        chunk = next(iter(prefill((prompt,) * batch, policy)))
+        extent = policy.extent(min(prompt + 1, capacity), capacity)
+        return (
+            engine.forward.explain(*engine.planned_prefill(chunk, cache, binding, False)),
+            engine.forward.explain(*engine.planned_decode(batch, extent, cache, binding)),
+        )
+
+    def cache_info(self) -> GeneratorInfo:
+        """Which compiled variants exist, what they cost and served, and how much was padding."""
+        tally = self.engine.tally
+        return GeneratorInfo(
+            self.engine.forward.cache_info(),
+            self.sampler.cache_info(),
+            self.scorer.cache_info(),
+            tally.real,
+            tally.padded,
+            tally.steps,
+        )
+
+
+def _events(run: Run) -> Iterator[Event]:
+    try:
+        yield from run.events()
+    finally:
+        run.close()
+
+
+def generator(forward: Callable[..., Any], config: Any, **options: Any) -> Generator:
+    """A `Generator` for a model given as a pure function.
+
+    forward: `forward(params, step, cache, config)` to logits [B, W, V] and the next cache.
+    config:  frozen and hashable; has `vocab`, `context` and `cache_spec`.
+
+    Options:
+        text:     tokenizer, for prompts and results as strings.
+        eos:      ids that end a row; default: the tokenizer's. Pass `model.generation.eos` for the union of all sources.
+        policy:   sizes that steps may have (`atbx.schedule.Policy`).
+        dtype:    cast floating parameters to it; default: as they are.
+        device, numerics, fallback: as in `atbx.jit`.
+        variants: compiled forms kept at most. memory_limit: bytes a request may need; default: what is available.
+    """
+    return Generator(forward, config, **options)

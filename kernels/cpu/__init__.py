@@ -1,0 +1,27 @@
+"""The CPU backend: torch's own kernels, oneDNN matmuls over packed weights, fused attention over live slots only."""
+
+from __future__ import annotations
+
+import functools
+from importlib.metadata import entry_points
+
+import torch
+
+from atbx.core.backend import Backend
+from atbx.kernels.cpu import attention, blocks, matmul, pointwise, stock
+from atbx.kernels.cpu.rules import RULES
+
+ENTRY_POINT = "atbx.kernels.cpu"
+"""Entry point group by which other packages add kernels: each names a function that takes the `Backend`."""
+
+
+@functools.cache
+def backend() -> Backend:
+    """The CPU backend, with the kernels that installed packages add through entry points."""
+    made = Backend("cpu", torch.device("cpu"), rules=list(RULES))
+    for room in (matmul, attention, pointwise, blocks, stock):
+        for kernel in room.KERNELS:
+            made.add(kernel)
+    for entry in entry_points(group=ENTRY_POINT):
+        entry.load()(made)
+    return made
