@@ -114,7 +114,7 @@ class _Comparison:
                 yield from self.nodes(has[key], wants[key], (*path, key))
                 continue
             twin = next((k for k in has if str(k) == str(key)), None)
-            note = f" (there is a key {twin!r}, which is a {type(twin).__name__})" if twin is not None else ""
+            note = f" (there is the key {twin!r} of type {type(twin).__name__})" if twin is not None else ""
             for below, leaf in _leaves_below(wants[key], (*path, key)):
                 yield f"{below}: missing, expected {_show(leaf)}{note}"
         for key in has:
@@ -137,10 +137,8 @@ class _Comparison:
         if self.dtype == "same" and found.dtype != expected.dtype:
             yield f"{where}: expected dtype {_name(expected.dtype)}, found {_name(found.dtype)}"
         elif self.dtype == "family" and _family(found.dtype) != _family(expected.dtype):
-            yield (
-                f"{where}: expected a {_family(expected.dtype)} dtype like {_name(expected.dtype)}, "
-                f"found {_name(found.dtype)}"
-            )
+            family = _family(expected.dtype)
+            yield f"{where}: expected {family} (like {_name(expected.dtype)}), found {_name(found.dtype)}"
         if stored is not None and layout is not None and stored != layout:
             transposed = (
                 f": it is stored {_LAYOUT_WORDS[stored]}, transpose it" if stored in _LAYOUT_WORDS else ""
@@ -206,7 +204,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def _family(dtype: torch.dtype) -> str:
     if dtype.is_complex:
-        return "complex"
+        return "complex numbers"
     if dtype.is_floating_point:
-        return "floating-point"
-    return "boolean" if dtype == torch.bool else "integer"
+        return "floating point"
+    return "booleans" if dtype == torch.bool else "integers"
