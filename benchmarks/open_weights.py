@@ -31,7 +31,7 @@ def resident_bytes() -> int:
 
 def write_model(path: Path, gib: float, layers: int = 28) -> None:
     """A tree of about `gib` GiB in BF16: nine tensors a layer, an embedding, a norm, and a large tokenizer."""
-    width = int((gib * 2**30 / 2 / (layers * 12.04 + 32)) ** 0.5) // 64 * 64
+    width = int((gib * 2**30 / 2 / (layers * 12.04 + 32)) ** 0.5) // 64 * 64 + 64
 
     def leaf(*shape: int) -> Lazy:
         return Lazy(Abstract(shape, torch.bfloat16), lambda: torch.zeros(shape, dtype=torch.bfloat16))

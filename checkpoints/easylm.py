@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from atbx.checkpoints.msgpack_walk import Walk
+from atbx.checkpoints.msgpack_walk import MAX_DEPTH, Walk
 
 
 def is_stream(walk: Walk) -> bool:
@@ -41,6 +41,10 @@ def read_stream(walk: Walk) -> dict[str | int, Any]:
         if not isinstance(keys, list) or not keys or not all(_is_key(key) for key in keys):
             walk.fail(
                 "an EasyLM key path is malformed", at, expected="an array of text", found=type(keys).__name__
+            )
+        if len(keys) > MAX_DEPTH:
+            walk.fail(
+                "the tree is nested too deep", at, expected=f"at most {MAX_DEPTH} levels", found=len(keys)
             )
         walk.path = list(keys)
         at = walk.position

@@ -19,6 +19,7 @@ from atbx.core.errors import CheckpointError
 
 KEY = "__atbx__"
 FORMAT, VERSION = "atbx", 1
+MAX_DEPTH = 128
 RESERVED = ("format", "version", "nodes", "checksums")
 """Entries that the writer makes itself; those of an earlier file are replaced."""
 
@@ -36,12 +37,14 @@ def first_checksum(dtype: torch.dtype, shape: Sequence[int]) -> int:
     return zlib.crc32(f"{NAMES[dtype]} {','.join(str(int(n)) for n in shape)}".encode())
 
 
-def check_json(value: Any, where: str = "metadata") -> Any:
+def check_json(value: Any, where: str = "metadata", depth: int = 0) -> Any:
     """`value` as plain JSON types (tuples become lists).
 
     Raises:
         CheckpointError: a value or key that JSON does not have, named by its place.
     """
+    if depth > MAX_DEPTH:
+        raise CheckpointError(f"metadata is nested deeper than {MAX_DEPTH} levels", where=where[:80] + "...")
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
@@ -53,9 +56,9 @@ def check_json(value: Any, where: str = "metadata") -> Any:
                     expected="a str",
                     found=type(key).__name__,
                 )
-        return {key: check_json(part, f"{where}/{key}") for key, part in value.items()}
+        return {key: check_json(part, f"{where}/{key}", depth + 1) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [check_json(part, f"{where}/{index}") for index, part in enumerate(value)]
+        return [check_json(part, f"{where}/{index}", depth + 1) for index, part in enumerate(value)]
     raise CheckpointError(
         "metadata holds a value that JSON does not have",
         where=where,

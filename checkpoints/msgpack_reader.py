@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from tqdm import tqdm
 
 from atbx.checkpoints import easylm, leaves, shards
 from atbx.checkpoints import metadata as meta
@@ -66,7 +67,9 @@ class _Parsed:
     path: Path
 
 
-def read_tree(path: str | os.PathLike[str], *, abstract: Any = None, verify: bool = False) -> WeightFile:
+def read_tree(
+    path: str | os.PathLike[str], *, abstract: Any = None, verify: bool = False, progress: bool = False
+) -> WeightFile:
     """Read a weight tree; its tensors are views of the file, and nothing of them is read yet.
 
     Chunked tensors (beyond 1 GiB in Flax files) are the exception: their chunks are joined by copying.
@@ -76,13 +79,14 @@ def read_tree(path: str | os.PathLike[str], *, abstract: Any = None, verify: boo
               the map becomes that, in numeric order. It is not compared otherwise: see `checkpoints.check`.
     verify:   compare every tensor with its checksum, which reads the whole file. A file without checksums (by
               others, or written so) is refused then.
+    progress: show a bar on stderr while verifying, where that is a terminal.
 
     Raises:
         CheckpointError: with file, byte offset, tree path, expected and found.
     """
     parsed = _parse(locate(path))
     if verify:
-        _verify(parsed)
+        _verify(parsed, progress)
     nodes = meta.table(parsed.metadata, "nodes", str, parsed.path)
     tree = _build(parsed.tree, (), nodes, abstract, parsed.path)
     return WeightFile(tree, parsed.metadata, parsed.form, parsed.path)
@@ -121,13 +125,24 @@ def locate(path: str | os.PathLike[str]) -> Path:
 
 def _locate_in(folder: Path) -> Path:
     indices = sorted(folder.glob("*" + shards.INDEX_SUFFIX))
-    files = sorted(folder.glob("*.msgpack"))
+    every = sorted(folder.glob("*.msgpack"))
+    files = [
+        f for f in every if not shards.is_shard_name(f.name)
+    ]  # a killed writer leaves shards without an index
     if len(indices) == 1:
         files = [f for f in files if f.name not in shards.read_index(indices[0]).files]
     found = indices + files
     if len(found) == 1:
         return found[0]
     if not found:
+        if every:
+            raise CheckpointError(
+                "the folder holds shards without their index",
+                path=folder,
+                expected=f"one *{shards.INDEX_SUFFIX}",
+                found=f"{len(every)} shards",
+                hint="The download did not finish",
+            )
         held = sorted(p.name for p in folder.iterdir())[:8]
         raise CheckpointError(
             "the folder holds no msgpack weights",
@@ -239,9 +254,11 @@ def _build(tree: Any, path: Path_, nodes: Mapping[str, str], abstract: Any, file
 
 def _child(abstract: Any, key: str | int) -> Any:
     if isinstance(abstract, Mapping):
-        return abstract.get(key)
+        # Many files wrap the tree in one level more; what is below it is still what the abstract tree describes.
+        return abstract if key == "params" and key not in abstract else abstract.get(key)
     if isinstance(abstract, (list, tuple)):
-        index = int(key) if str(key).isascii() and str(key).isdecimal() else len(abstract)
+        text = str(key)
+        index = int(text) if len(text) < 10 and text.isascii() and text.isdecimal() else len(abstract)
         return abstract[index] if index < len(abstract) else None
     if is_dataclass(abstract) and not isinstance(abstract, type):
         return getattr(abstract, str(key), None) if str(key) in {f.name for f in fields(abstract)} else None
@@ -270,7 +287,7 @@ def _tensor(stored: Stored) -> torch.Tensor:
     return joined.view(stored.dtype).reshape(stored.shape)
 
 
-def _verify(parsed: _Parsed) -> None:
+def _verify(parsed: _Parsed, progress: bool) -> None:
     expected = meta.table(parsed.metadata, "checksums", int, parsed.path)
     stored = {meta.address(path): (trees.path_string(path), record) for path, record in _stored(parsed.tree)}
     if not expected and stored:
@@ -287,19 +304,27 @@ def _verify(parsed: _Parsed) -> None:
                 path=parsed.path,
                 hint="Somebody changed the tree after atbx wrote it",
             )
-    for address, (path, record) in stored.items():
-        found = meta.first_checksum(record.dtype, record.shape)
-        for offset, size in record.extents:
-            found = _checksum(record.mapped, offset, size, found)
-        if found != expected[address]:
-            raise CheckpointError(
-                f"tensor {path}: the checksum differs",
-                path=record.file,
-                offset=record.extents[0][0],
-                expected=f"{expected[address]:08x}",
-                found=f"{found:08x}",
-                hint="The file is damaged: convert or download it again",
-            )
+    total = sum(record.nbytes for _, record in stored.values())
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=None if progress else True)
+    with bar:
+        for address, (path, record) in stored.items():
+            _verify_one(path, record, expected[address])
+            bar.update(record.nbytes)
+
+
+def _verify_one(path: str, record: Stored, expected: int) -> None:
+    found = meta.first_checksum(record.dtype, record.shape)
+    for offset, size in record.extents:
+        found = _checksum(record.mapped, offset, size, found)
+    if found != expected:
+        raise CheckpointError(
+            f"tensor {path}: the checksum differs",
+            path=record.file,
+            offset=record.extents[0][0],
+            expected=f"{expected:08x}",
+            found=f"{found:08x}",
+            hint="The file is damaged: convert or download it again",
+        )
 
 
 def _checksum(mapped: mmap.mmap, offset: int, size: int, start: int) -> int:

@@ -25,6 +25,7 @@ ARRAY, COMPLEX, SCALAR = 1, 2, 3
 
 MAX_DEPTH = 128
 _CHUNK_LEVELS = 2  # a chunked array is a map of maps, below the deepest leaf that a tree may have
+_SHOWN = 400
 MAX_NODES = 1 << 21  # bounds memory: an empty map costs one byte in a file and 64 in memory
 MAX_TEXT = 1 << 28
 MAX_AXES = 64
@@ -97,7 +98,10 @@ class Walk:
 
     def fail(self, what: str, offset: int | None = None, **parts: object) -> NoReturn:
         """Raise a `CheckpointError` that names file, byte offset and tree path."""
-        where = f"tree path {trees.path_string(self.path)}: " if self.path else ""
+        where = trees.path_string(self.path)
+        if len(where) > _SHOWN:  # keys of a damaged file can be very long
+            where = where[:_SHOWN] + "..."
+        where = f"tree path {where}: " if where else ""
         offset = self.position if offset is None else offset
         raise CheckpointError(where + what, path=self.file, offset=offset, **parts)
 
@@ -213,7 +217,9 @@ class Walk:
             elif kind != "number" or not isinstance(key, int):
                 self.fail("a map key is neither text nor an integer", at, found=kind)
             if key in found:
-                self.fail(f"the key {key!r} occurs twice in one map", at, hint="The file is damaged")
+                self.fail(
+                    f"the key {repr(key)[:_SHOWN]} occurs twice in one map", at, hint="The file is damaged"
+                )
             self.path.append(key)
             found[key] = self.node()
             self.path.pop()

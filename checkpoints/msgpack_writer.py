@@ -1,7 +1,9 @@
 """Write weight trees as msgpack that stock Flax restores: aligned for mapping, checksummed, replaced by rename.
 
-One tensor is in memory at a time. Lists and tuples become maps with keys "0", "1", ... as in Flax; which of the two
-a node was stands in the metadata, under the top-level key `__atbx__`.
+Tensors start at multiples of 64 bytes, by longer spellings of the headers before them (`msgpack_padding`), and where
+those do not stretch far enough, by Flax's chunked form with one chunk. One tensor is in memory at a time. Lists and
+tuples become maps with keys "0", "1", ... as in Flax; which of the two a node was stands in the metadata, under the
+top-level key `__atbx__`.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Flax file.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from atbx.core.errors import CheckpointError
 
 INDEX_SUFFIX = ".msgpack.index.json"
 LARGEST_INDEX = 1 << 30
+_SHARD_NAME = re.compile(r"-\d{5}-of-\d{5}\.msgpack$")
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ def read_index(path: Path) -> Index:
     """
     try:
         size = path.stat().st_size
+        if not path.is_file():  # opening a pipe would wait for a writer
+            raise CheckpointError("the shard index is no regular file", path=path)
         if size > LARGEST_INDEX:
             raise CheckpointError(
                 "the shard index is too large", path=path, expected=LARGEST_INDEX, found=size
@@ -155,6 +159,11 @@ def assign(sizes: Sequence[int], shard_bytes: int) -> list[int]:
         filled += size
         numbers.append(shard)
     return numbers
+
+
+def is_shard_name(name: str) -> bool:
+    """Whether a file name is that of a shard, which is no weight tree by itself."""
+    return _SHARD_NAME.search(name) is not None
 
 
 def stem_of(path: Path) -> str:

@@ -100,6 +100,8 @@ def test_missing_empty_and_special_files(tmp_path):
     fails(tmp_path / "a.msgpack", "the file is empty", "did not finish", offset=0)
     os.mkfifo(tmp_path / "pipe.msgpack")
     fails(tmp_path / "pipe.msgpack", "no regular file")
+    os.mkfifo(tmp_path / "pipe.msgpack.index.json")
+    fails(tmp_path / "pipe.msgpack.index.json", "no regular file")
 
 
 def test_folders_without_or_with_several_trees(tmp_path):
@@ -108,6 +110,9 @@ def test_folders_without_or_with_several_trees(tmp_path):
     write_tree(tmp_path / "a.msgpack", {})
     write_tree(tmp_path / "b.msgpack", {})
     fails(tmp_path, "several weight trees", "a.msgpack, b.msgpack", "Name the file")
+    (tmp_path / "b.msgpack").unlink()
+    (tmp_path / "a.msgpack").rename(tmp_path / "a-00001-of-00002.msgpack")
+    fails(tmp_path, "shards without their index", "expected one *.msgpack.index.json", "found 1 shards")
 
 
 # name: (content of the file or object to pack, fragments)
@@ -209,6 +214,11 @@ DAMAGED = {
         ["EasyLM key path is malformed"],
     ),
     "stream leaf": (msgpack.packb([["a"], 5]), ["tree path a", "EasyLM leaf is malformed"]),
+    "stream too deep": (msgpack.packb([["a"] * 200000, b"\x01"]), ["nested too deep", "found 200000"]),
+    "very long keys": (
+        msgpack.packb({"k" * 60000: {"j" * 60000: msgpack.ExtType(9, b"")}}),
+        ["kkk...", "type 9"],
+    ),
     "stream twice": (msgpack.packb([["a"], b"\x01"]) * 2, ["same path", "tree path a"]),
     "stream through a leaf": (
         msgpack.packb([["a"], b"\x01"]) + msgpack.packb([["a", "b"], b"\x01"]),
@@ -364,9 +374,9 @@ def test_a_leaf_in_two_shards_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("text", "fragment"),
     [
+        pytest.param("[" * 100000, "not valid JSON", id="deep"),
         ("", "not valid JSON"),
         ("{", "not valid JSON"),
-        ("[" * 100000, "not valid JSON"),
         ("[]", "expected an object, found list"),
         ("{}", "has no weight_map"),
         ('{"weight_map": []}', "has no weight_map"),
@@ -473,6 +483,7 @@ def test_a_tree_too_deep_is_refused_and_one_at_the_limit_is_not(tmp_path):
         ({"config": {1: 2}}, "metadata/config", "int"),
         ({"source": np.float32(1)}, "metadata/source", "float32"),
         ({"t": torch.ones(1)}, "metadata/t", "Tensor"),
+        ({"t": {1, 2}}, "metadata/t", "set"),
     ],
 )
 def test_metadata_that_json_does_not_have_is_refused_by_place(metadata, where, found, tmp_path):
@@ -480,6 +491,16 @@ def test_metadata_that_json_does_not_have_is_refused_by_place(metadata, where, f
         write_tree(tmp_path / "a.msgpack", {}, metadata=metadata)
     assert str(caught.value).startswith(where + ":")
     assert f"found {found}" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_metadata_that_holds_itself_is_refused(tmp_path):
+    loop = {}
+    loop["a"] = loop
+    with pytest.raises(CheckpointError, match=r"metadata/a/a/.*nested deeper than 128 levels"):
+        write_tree(tmp_path / "a.msgpack", {}, metadata=loop)
+    with pytest.raises(CheckpointError, match=r"tree path a/a/.*nested too deep"):
+        write_tree(tmp_path / "a.msgpack", loop)
     assert list(tmp_path.iterdir()) == []
 
 

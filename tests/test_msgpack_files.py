@@ -228,6 +228,9 @@ def test_a_killed_writer_leaves_the_old_file_whole(shard_bytes, tmp_path):
     after = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     assert {k: v for k, v in after.items() if k in before} == before
     assert_same(read_tree(path, verify=True).tree, TREE)
+    assert_same(read_tree(tmp_path).tree, TREE)
+    write_tree(path, {"a": torch.ones(1)})  # what it left behind is in nobody's way
+    assert_same(read_tree(tmp_path).tree, {"a": torch.ones(1)})
 
 
 def test_progress_stays_silent_where_stderr_is_no_terminal(tmp_path, capfd):
@@ -255,6 +258,13 @@ def test_foreign_numbered_maps_become_lists_in_numeric_order_only_where_the_abst
     assert [int(layer["w"]) for layer in guided["layers"]] == list(range(11))
     assert list(guided["vocab"]) == ["0"]
     assert guided["t"] == (0, 1)
+    huge = {"layers": {"9" * 5000: 1}}
+    (tmp_path / "c.msgpack").write_bytes(msgpack.packb(huge))
+    assert read_tree(tmp_path / "c.msgpack", abstract={"layers": [leaf]}).tree == huge
+    # One level more around the tree, as many files have it, is seen through.
+    (tmp_path / "d.msgpack").write_bytes(msgpack.packb({"params": {"params": {"layers": {"1": 1, "0": 0}}}}))
+    wrapped = read_tree(tmp_path / "d.msgpack", abstract={"layers": [leaf, leaf]}).tree
+    assert wrapped == {"params": {"params": {"layers": [0, 1]}}}
     # A list of another length is still a list: `check` reports its length. Gaps stay a map.
     shorter = read_tree(tmp_path / "a.msgpack", abstract={"layers": [leaf] * 3}).tree
     assert len(shorter["layers"]) == 11
@@ -296,6 +306,37 @@ def test_easylm_streams_are_read_as_one_tree(tmp_path):
     assert torch.equal(inner["h"][1]["w"], torch.arange(4.0) + 1)
     assert is_mapped(inner["wte"])
     assert [e.path for e in inspect(tmp_path / "a.easylm")] == ["/".join(p) for p in parts]
+
+
+@pytest.mark.oracle
+def test_easylm_leaves_that_flax_chunked_are_read(tmp_path, monkeypatch):
+    fs = pytest.importorskip("flax.serialization")
+    monkeypatch.setattr(fs, "MAX_CHUNK_SIZE", 16)
+    big = np.arange(40, dtype=np.float32).reshape(8, 5)
+    parts = {("a", "big"): big, ("a", "scalar"): np.float32(3), ("a", "z"): 1 + 2j, ("none",): None}
+    stream = b"".join(msgpack.packb((path, fs.to_bytes(leaf))) for path, leaf in parts.items())
+    (tmp_path / "a.stream").write_bytes(stream)
+    found = read_tree(tmp_path / "a.stream").tree
+    np.testing.assert_array_equal(found["a"]["big"].numpy(), big)
+    assert found["a"]["scalar"] == 3
+    assert found["a"]["z"] == 1 + 2j
+    assert found["none"] is None
+
+
+def test_tensors_beyond_4_gib_are_mapped(tmp_path):
+    """A sparse file: offsets and lengths pass 32 bits, and nothing of the first tensor is read."""
+    size = 2**32 - 1024
+    head = b"\x93" + msgpack.packb([size]) + msgpack.packb("uint8") + b"\xc6" + size.to_bytes(4, "big")
+    with open(tmp_path / "a.msgpack", "wb") as file:
+        file.write(b"\x82\xa1a\xc9" + (len(head) + size).to_bytes(4, "big") + b"\x01" + head)
+        file.seek(size, os.SEEK_CUR)
+        file.write(msgpack.packb("b") + msgpack.packb(ext(np.arange(1000))))
+    first, second = inspect(tmp_path / "a.msgpack")
+    assert (first.shape, first.nbytes) == ((size,), size)
+    assert second.offset > 2**32 - 1024
+    found = read_tree(tmp_path / "a.msgpack").tree
+    assert torch.equal(found["b"], torch.arange(1000))
+    assert found["a"][-1] == 0
 
 
 # --- shards ---
