@@ -1,0 +1,248 @@
+"""The configuration of a Llama-family model from and to Hugging Face's `config.json`.
+
+Defaults for absent keys are those of transformers, because that is what the publisher of the file ran. Both forms of
+the rotary description are read: `rope_scaling` with `rope_theta`, and `rope_parameters` of transformers 5.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from atbx.core.errors import UnsupportedError
+from atbx.models.config_values import Values
+from atbx.models.llama import LlamaConfig
+from atbx.ops.rope import SCALINGS, Rope
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+_TO_HF_ACTIVATION = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+
+# Keys with words that usually mean a change of the computation ...
+_SUSPICIOUS = re.compile(
+    r"rope|rotary|attn|attention|scal|multiplier|norm|bias|window|expert|moe|softcap|quant|chunk|alibi|position"
+    r"|sink|head|layer|kv_|_kv|qkv|residual|clip|shared|parallel|lora|activation|hidden"
+)
+# ... and those among them that do not change it.
+_HARMLESS = {
+    "attention_dropout",
+    "attn_implementation",
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "_attn_implementation_autoset",
+    "_flash_attn_2_enabled",
+    "attn_pdrop",
+    "hidden_dropout",
+    "is_llama_config",
+    "output_attentions",
+    "output_hidden_states",
+    "chunk_size_feed_forward",
+    "gradient_checkpointing",
+    "use_bias_correction",
+    "tie_encoder_decoder",
+    "pretraining_tp",
+    "base_model_tp_plan",
+    "layer_norm_eps",
+}
+_ROPE_KEYS = {
+    "finetuned",
+    "type",
+    "factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "short_factor",
+    "long_factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "truncate",
+}
+
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"kv_heads": None, "context": 2048, "window": None},
+    "mistral": {"kv_heads": 8, "context": 131072, "window": 4096},
+}
+"""By model type: what transformers takes where config.json has no such key."""
+
+
+def config_from_hf(description: Mapping[str, Any], where: str = "config.json") -> LlamaConfig:
+    """The configuration that a `config.json` of model type llama or mistral describes.
+
+    Raises:
+        CheckpointError: a key is missing or malformed; names it.
+        UnsupportedError: a key asks for a computation that this family does not have; names it.
+    """
+    values = Values(description, where)
+    model_type = values.text("model_type")
+    if model_type not in DEFAULTS:
+        raise values.unsupported("model_type", f"one of {', '.join(DEFAULTS)}", model_type)
+    defaults = DEFAULTS[model_type]
+    width, heads = values.count("hidden_size"), values.count("num_attention_heads")
+    if not values.has("head_dim") and width % heads:
+        raise values.malformed("hidden_size", f"a multiple of num_attention_heads ({heads})", width)
+    head_size = values.count("head_dim", width // heads)
+    # A key that says null asks for as many as heads; an absent one for the model type's own default.
+    absent = heads if "num_key_value_heads" in description else defaults["kv_heads"] or heads
+    kv_heads = values.count("num_key_value_heads", absent)
+    if heads % kv_heads:
+        raise values.malformed("num_key_value_heads", f"a divisor of num_attention_heads ({heads})", kv_heads)
+    window = None
+    if model_type == "mistral":
+        window = values.any("sliding_window", None if "sliding_window" in description else defaults["window"])
+        window = None if window is None else values.count("sliding_window", window)
+    activation = values.text("hidden_act", "silu")
+    if activation not in ACTIVATIONS:
+        raise values.unsupported("hidden_act", f"one of {', '.join(ACTIVATIONS)}", activation)
+    context = values.count("max_position_embeddings", defaults["context"])
+    # transformers has these two for llama only; for mistral they fall to refuse_unread.
+    attention_bias = model_type == "llama" and values.flag("attention_bias")
+    mlp_bias = model_type == "llama" and values.flag("mlp_bias")
+    config = LlamaConfig(
+        vocab=values.count("vocab_size"),
+        width=width,
+        layers=values.count("num_hidden_layers"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        ff=values.count("intermediate_size"),
+        rope=_read_rope(values, head_size, context),
+        eps=values.number("rms_norm_eps", 1e-6),
+        context=context,
+        window=window,
+        tied=values.flag("tie_word_embeddings"),
+        qkv_bias=attention_bias,
+        out_bias=attention_bias,
+        mlp_bias=mlp_bias,
+        activation=ACTIVATIONS[activation],
+    )
+    values.refuse_unread(_HARMLESS, _SUSPICIOUS)
+    return config
+
+
+def _read_rope(values: Values, dims: int, context: int) -> Rope:
+    key = "rope_scaling" if values.any("rope_scaling", {}) else "rope_parameters"
+    found = values.any(key, {})
+    values.read |= {"rope_scaling", "rope_parameters", "original_max_position_embeddings"}
+    if not isinstance(found, Mapping):
+        raise values.malformed(key, "an object", found)
+    rope = Values(found, values.where, f"{key}.")
+    theta = rope.number("rope_theta", values.number("rope_theta", 10000.0))
+    for owner in (rope, values):
+        partial = owner.number("partial_rotary_factor", 1.0)
+        if partial != 1.0:
+            raise owner.unsupported("partial_rotary_factor", "1", partial)
+    type_key = "rope_type" if rope.has("rope_type") or not rope.has("type") else "type"
+    scaling = rope.text(type_key, "default")
+    if scaling not in SCALINGS:
+        raise rope.unsupported(type_key, f"one of {', '.join(SCALINGS)}", scaling)
+    scaled: dict[str, Any] = {}
+    if scaling in ("linear", "dynamic"):
+        scaled = {"factor": rope.number("factor"), "original_context": context if scaling == "dynamic" else 0}
+    elif scaling != "default":
+        scaled = _read_long_context(values, rope, scaling, dims, context)
+    # What other scalings read is inert here, as it is in transformers.
+    rope.refuse_unread(_ROPE_KEYS, re.compile(""))
+    return values.built(Rope, dims=dims, theta=theta, scaling=scaling, **scaled)
+
+
+def _read_long_context(values: Values, rope: Values, scaling: str, dims: int, context: int) -> dict[str, Any]:
+    # transformers prefers the key beside the rotary description to the one inside.
+    owner = values if values.has("original_max_position_embeddings") else rope
+    original = owner.count("original_max_position_embeddings", context)
+    read: dict[str, Any] = {"original_context": original}
+    if scaling == "llama3":
+        return read | {name: rope.number(name) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+    read["factor"] = factor = rope.number("factor", context / original)
+    if rope.has("attention_factor"):
+        read["attention_factor"] = rope.number("attention_factor")
+    if scaling == "longrope":
+        read |= {name: rope.numbers(name, dims // 2) for name in ("short_factor", "long_factor")}
+        if not rope.has("attention_factor"):
+            read["attention_factor"] = longrope_attention_factor(factor, original)
+        return read
+    for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+        read[name] = rope.number(name, default)
+    for name in ("mscale", "mscale_all_dim"):
+        if rope.any(name, 0):
+            read[name] = rope.number(name)
+    return read | {"truncate": rope.flag("truncate", True)}
+
+
+def longrope_attention_factor(factor: float, original_context: int) -> float:
+    """The factor on cos and sin that longrope takes where none is stated: sqrt(1 + ln s / ln original)."""
+    return 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original_context))
+
+
+def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
+    """The `config.json` of a model, as transformers reads it (4 and 5): a window makes it a mistral, else a llama.
+
+    Raises:
+        UnsupportedError: transformers has no model with this combination; names the fields.
+    """
+
+    def refuse(what: str, found: object) -> UnsupportedError:
+        return UnsupportedError(
+            "no Llama or Mistral model of transformers computes this", where=f"config.{what}", found=found
+        )
+
+    rope = config.rope
+    if rope.style != "half":
+        raise refuse("rope.style", rope.style)
+    if rope.dims != config.head_size:
+        raise refuse("rope.dims", f"{rope.dims} of {config.head_size} channels")
+    if rope.scaling == "dynamic" and rope.original_context != config.context:
+        raise refuse("rope.original_context", f"{rope.original_context}, context {config.context}")
+    biased = config.qkv_bias or config.out_bias
+    model_type = "llama"
+    if config.window is not None:
+        model_type = "mistral"
+        if biased or config.mlp_bias:
+            raise refuse("window", f"{config.window} together with biases")
+    written: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM" if model_type == "llama" else "MistralForCausalLM"],
+        "model_type": model_type,
+        "vocab_size": config.vocab,
+        "hidden_size": config.width,
+        "intermediate_size": config.ff,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_size,
+        "hidden_act": _TO_HF_ACTIVATION[config.activation],
+        "max_position_embeddings": config.context,
+        "rms_norm_eps": config.eps,
+        "tie_word_embeddings": config.tied,
+        "rope_theta": rope.theta,
+        "rope_scaling": _write_rope(rope),
+    }
+    if model_type == "mistral":
+        return written | {"sliding_window": config.window}
+    return written | {"attention_bias": biased, "mlp_bias": config.mlp_bias}
+
+
+def _write_rope(rope: Rope) -> dict[str, Any] | None:
+    if rope.scaling == "default":
+        return None
+    written: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor}
+    if rope.scaling in ("llama3", "yarn", "longrope"):
+        written["original_max_position_embeddings"] = rope.original_context
+    if rope.scaling == "llama3":
+        written |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.scaling == "longrope":
+        written |= {"short_factor": list(rope.short_factor), "long_factor": list(rope.long_factor)}
+    if rope.scaling == "yarn":
+        written |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+        written |= {name: v for name in ("mscale", "mscale_all_dim") if (v := getattr(rope, name))}
+    if rope.scaling in ("yarn", "longrope") and rope.attention_factor is not None:
+        written["attention_factor"] = rope.attention_factor
+    return written
