@@ -25,7 +25,7 @@ from atbx.core import trees
 from atbx.core.errors import CheckpointError
 
 Form = Literal["atbx", "flax", "easylm", "sharded"]
-Path_ = tuple[str | int, ...]
+Keys = tuple[str | int, ...]
 
 _VERIFY_BYTES = 1 << 24
 
@@ -212,7 +212,7 @@ def _parse_file(path: Path) -> _Parsed:
     return _Parsed(tree, metadata, form, path)
 
 
-def _stored(tree: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Stored]]:
+def _stored(tree: Any, path: Keys = ()) -> Iterator[tuple[Keys, Stored]]:
     if isinstance(tree, Stored):
         yield path, tree
     elif isinstance(tree, (dict, list)):
@@ -220,7 +220,7 @@ def _stored(tree: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Stored]]:
             yield from _stored(value, (*path, key))
 
 
-def _build(tree: Any, path: Path_, nodes: Mapping[str, str], abstract: Any, file: Path) -> Any:
+def _build(tree: Any, path: Keys, nodes: Mapping[str, str], abstract: Any, file: Path) -> Any:
     """The tree with tensors for records, and lists and tuples for the maps that stand for them."""
     if isinstance(tree, Stored):
         return _tensor(tree)

@@ -28,6 +28,7 @@ _CHUNK_LEVELS = 2  # a chunked array is a map of maps, below the deepest leaf th
 _SHOWN = 400
 MAX_NODES = 1 << 21  # bounds memory: an empty map costs one byte in a file and 64 in memory
 MAX_TEXT = 1 << 28
+MAX_KEY = 1 << 16
 MAX_AXES = 64
 _LARGEST = (1 << 63) - 1
 
@@ -213,7 +214,7 @@ class Walk:
             at = self.position
             kind, key = self.head("a map key")
             if kind == "str":
-                key = self.text(key, "a map key", most=1 << 16)
+                key = self.text(key, "a map key", most=MAX_KEY)
             elif kind != "number" or not isinstance(key, int):
                 self.fail("a map key is neither text nor an integer", at, found=kind)
             if key in found:

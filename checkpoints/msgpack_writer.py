@@ -33,7 +33,7 @@ from atbx.checkpoints.msgpack_padding import (
     spell_map,
     spell_text,
 )
-from atbx.checkpoints.msgpack_walk import ARRAY, CHUNKED, COMPLEX, SCALAR
+from atbx.checkpoints.msgpack_walk import ARRAY, CHUNKED, COMPLEX, MAX_TEXT, SCALAR
 from atbx.checkpoints.replace_file import replacing
 from atbx.checkpoints.tree_plan import Keys, Leaf, Plan, bytes_of, loaded, plan_tree
 from atbx.core import trees
@@ -98,8 +98,16 @@ def _write_single(
         writer = _Writer(file, plan, chunk_bytes, checksums, bar)
         writer.map_header(len(plan.tree) + 1)
         writer.entries(plan.tree, ())
+        packed = meta.pack({**extra, "nodes": plan.nodes, "checksums": writer.checksums})
+        if len(packed["metadata"]) > MAX_TEXT:
+            raise plan.refusal(
+                (meta.KEY,),
+                "the metadata is too long",
+                expected=f"at most {MAX_TEXT} bytes of JSON",
+                found=len(packed["metadata"]),
+            )
         writer.value(meta.KEY)
-        writer.value(meta.pack({**extra, "nodes": plan.nodes, "checksums": writer.checksums}))
+        writer.value(packed)
         writer.flush()
     shards.retire(old, keep=())
 

@@ -12,7 +12,7 @@ import torch
 
 from atbx.checkpoints import metadata as meta
 from atbx.checkpoints.leaves import NAMES, Lazy, file_name_of
-from atbx.checkpoints.msgpack_walk import CHUNKED, MAX_DEPTH
+from atbx.checkpoints.msgpack_walk import CHUNKED, MAX_DEPTH, MAX_KEY, MAX_TEXT
 from atbx.core import trees
 from atbx.core.errors import CheckpointError
 
@@ -95,6 +95,10 @@ def _check_key(key: Any, texts: set[str], keys: Keys, plan: Plan) -> None:
         raise plan.refusal(keys, f"the key {key} is beyond 64 bits")
     if isinstance(key, str) and not _is_unicode(key):
         raise plan.refusal(keys, f"the key {key!r} has no UTF-8 form")
+    if isinstance(key, str) and len(key.encode()) > MAX_KEY:
+        raise plan.refusal(
+            keys, "a key is too long", expected=f"at most {MAX_KEY} bytes", found=len(key.encode())
+        )
     if key == CHUNKED:
         raise plan.refusal(
             keys, f"the key {CHUNKED} is reserved: Flax would take this dict for a chunked array"
@@ -130,15 +134,30 @@ def _check_leaf(value: Any, keys: Keys, plan: Plan) -> None:
     elif isinstance(value, str):
         if not _is_unicode(value):
             raise plan.refusal(keys, "the text has no UTF-8 form", found=repr(value))
+        _check_length(len(value.encode()), keys, plan)
+    elif isinstance(value, (bytes, bytearray)):
+        _check_length(len(value), keys, plan)
     elif isinstance(value, int):
         if not _fits(value):
             raise plan.refusal(keys, "the integer is beyond 64 bits", found=value)
-    elif value is not None and not isinstance(value, (float, complex, bytes, bytearray)):
+    elif value is not None and not isinstance(value, (float, complex)):
         raise plan.refusal(
             keys,
             "a value of this type cannot be written",
             expected="a tensor, numpy array, Lazy leaf or Python scalar",
             found=type(value).__name__,
+        )
+
+
+def _check_length(length: int, keys: Keys, plan: Plan) -> None:
+    # Longer ones could be written, but the reader copies them and therefore bounds them.
+    if length > MAX_TEXT:
+        raise plan.refusal(
+            keys,
+            "the text or byte string is too long",
+            expected=f"at most {MAX_TEXT} bytes",
+            found=length,
+            hint="Make it a uint8 tensor",
         )
 
 

@@ -18,6 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from atbx.checkpoints import msgpack_writer, tree_plan
 from atbx.checkpoints.leaves import Lazy
 from atbx.checkpoints.msgpack_reader import inspect, read_tree
 from atbx.checkpoints.msgpack_walk import CHUNKED, MAX_DEPTH
@@ -491,6 +492,25 @@ def test_metadata_that_json_does_not_have_is_refused_by_place(metadata, where, f
         write_tree(tmp_path / "a.msgpack", {}, metadata=metadata)
     assert str(caught.value).startswith(where + ":")
     assert f"found {found}" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_reader_would_refuse_as_too_long_is_not_written(tmp_path, monkeypatch):
+    with pytest.raises(
+        CheckpointError, match=r"tree path a: a key is too long; expected at most 65536 bytes"
+    ):
+        write_tree(tmp_path / "a.msgpack", {"a": {"é" * 40000: 1}})
+    monkeypatch.setattr(tree_plan, "MAX_TEXT", 10)
+    for leaf in ("é" * 6, b"x" * 11):
+        with pytest.raises(
+            CheckpointError, match=r"tree path a: .* too long; expected at most 10 bytes.*uint8"
+        ):
+            write_tree(tmp_path / "a.msgpack", {"a": leaf})
+    monkeypatch.setattr(msgpack_writer, "MAX_TEXT", 100)
+    with pytest.raises(
+        CheckpointError, match=r"__atbx__: the metadata is too long; expected at most 100 bytes"
+    ):
+        write_tree(tmp_path / "a.msgpack", {}, metadata={"x": "y" * 100})
     assert list(tmp_path.iterdir()) == []
 
 

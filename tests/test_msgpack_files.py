@@ -106,6 +106,21 @@ def test_release_hands_the_pages_back_and_the_tensor_stays_valid(tmp_path):
     assert release(found["a"].clone()) is False
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
+def test_opening_a_file_of_64_mib_takes_no_memory_and_verifying_it_neither(tmp_path):
+    tree = {f"t{i}": torch.full((1 << 21,), i, dtype=torch.float32) for i in range(8)}
+    write_tree(tmp_path / "a.msgpack", tree)
+
+    def resident():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * leaves.PAGE
+
+    before = resident()
+    found = read_tree(tmp_path / "a.msgpack", verify=True).tree
+    assert resident() - before < 20 << 20  # what verifying reads is handed back as it goes
+    assert all(is_mapped(tensor) for tensor in found.values())
+
+
 def test_a_mapping_lives_as_long_as_a_tensor_of_it_and_no_longer(tmp_path):
     write_tree(tmp_path / "a.msgpack", {"a": torch.ones(8), "b": torch.ones(8)})
     tree = read_tree(tmp_path / "a.msgpack").tree
