@@ -180,7 +180,9 @@ class Engine:
         """
         B = tokens.shape[0]
         column = tokens.view(B, 1)
-        step = Step(column, active, cache.lengths.view(B, 1), torch.zeros_like(column), limits)
+        # A copy: the lengths are donated with the cache.
+        positions = cache.lengths.view(B, 1).clone()
+        step = Step(column, active, positions, torch.zeros_like(column), limits)
         cache = replace(cache, extent=self.policy.extent(longest + 1, cache.capacity))
         logits, cache = self.forward(binding, step, cache, self.config)
         self._count(live, B, 1)

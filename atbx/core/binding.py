@@ -112,7 +112,7 @@ class Binding:
 
     def stored(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """The value under `key`, made on first use."""
-        with self._lock:
+        with self._lock, torch.no_grad():
             if key not in self._store:
                 self._store[key] = make()
             return self._store[key]

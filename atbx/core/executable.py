@@ -195,7 +195,7 @@ class Executable:
 
     def finish(self, slots: list[Any]) -> list[Any]:
         """Run the step; results never share memory with the executable's own buffers."""
-        with self._lock:
+        with self._lock, torch.no_grad():
             run_calls(self.calls, slots)
         return [
             slots[o] if is_slot else o for o, is_slot in zip(self._outputs, self.output_is_slot, strict=True)

@@ -36,7 +36,7 @@ def packs_dtype(dtype: torch.dtype) -> bool:
 
 
 def _pack(weight: torch.Tensor, abstract: Abstract) -> torch.Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight.to_mkldnn(), ROWS_HINT)
+    return torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
 
 
 PACKED = Preparation("onednn", _pack)
