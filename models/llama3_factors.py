@@ -67,17 +67,16 @@ def _fit(
     smooth = (1 / table - 1 / factor) / (1 - 1 / factor)
     blended = (smooth > 1e-4) & (smooth < 1 - 1e-4)
     at, values = frequencies[blended], smooth[blended]
-    # With fewer than two blended entries, several lines fit: take the middle of the gap to the nearest plain ones.
-    if len(at) < 2:
-        above, below = frequencies[smooth >= 1 - 1e-4], frequencies[smooth <= 1e-4]
-        if not len(above) or not len(below):
-            return None
-        if len(at) == 1:
-            slope = max((1 - values[0]) / (above.min() - at[0]), values[0] / (at[0] - below.max()))
-            intercept = values[0] - slope * at[0]
-        else:
-            gap = above.min() - below.max()
-            slope, intercept = 2 / gap, -2 * (below.max() + gap / 4) / gap
+    above, below = frequencies[smooth >= 1 - 1e-4], frequencies[smooth <= 1e-4]
+    # With fewer than two blended entries several lines fit: take one that keeps the plain entries plain.
+    if len(at) == 1:
+        slopes = [(1 - values[0]) / (above.min() - at[0])] if len(above) else []
+        slopes += [values[0] / (at[0] - below.max())] if len(below) else []
+        slope = max(slopes, default=0.0)
+        intercept = values[0] - slope * at[0]
+    elif len(at) == 0:
+        gap = above.min() - below.max()
+        slope, intercept = 2 / gap, -2 * (below.max() + gap / 4) / gap
     else:
         from_mean = at - at.mean()
         slope = (from_mean * values).sum() / (from_mean**2).sum()

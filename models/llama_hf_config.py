@@ -156,9 +156,11 @@ def _read_rope(values: Values, dims: int, context: int) -> Rope:
 
 
 def _read_long_context(values: Values, rope: Values, scaling: str, dims: int, context: int) -> dict[str, Any]:
-    # transformers prefers the key beside the rotary description to the one inside.
-    owner = values if values.has("original_max_position_embeddings") else rope
-    original = owner.count("original_max_position_embeddings", context)
+    key = "original_max_position_embeddings"
+    stated = [owner.count(key) for owner in (rope, values) if owner.has(key)]
+    if len(set(stated)) > 1:  # versions of transformers differ in which of the two they take
+        raise values.unsupported(key, f"the same as in the rotary description, {stated[0]}", stated[1])
+    original = stated[0] if stated else context
     read: dict[str, Any] = {"original_context": original}
     if scaling == "llama3":
         return read | {name: rope.number(name) for name in ("factor", "low_freq_factor", "high_freq_factor")}
