@@ -393,6 +393,10 @@ def _read_group(call: Arguments, name: str, value: Any) -> None:
     leaves, treedef = trees.flatten(value)
     layout = call.signature.layout(name, value, treedef)
     for index, leaf in enumerate(leaves):
+        # Before the plain leaves of a cache: the arena knows best why a cache cannot be used.
+        if isinstance(leaf, ArenaValue):
+            leaf.check(layout.paths[index])
+    for index, leaf in enumerate(leaves):
         if type(leaf) is not torch.Tensor:
             leaves[index] = _as_leaf(leaf, layout.paths[index])
         else:
@@ -420,7 +424,6 @@ def _read_group(call: Arguments, name: str, value: Any) -> None:
             leaves[index] = _padded(leaf, shape)
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, ArenaValue):
-            leaf.check(layout.paths[index])
             call.arenas.append(leaf)
             call.values.extend(leaf.arena.tensors)
         else:
