@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from atbx.checkpoints.gguf_blocks import READERS, TYPES, BlockType, dequantise
-from atbx.checkpoints.leaves import map_file, view
+from atbx.checkpoints.leaves import map_file, release, view
 from atbx.checkpoints.recognise import hint_for, recognise
 from atbx.core.errors import CheckpointError, UnsupportedError
 
@@ -103,10 +103,11 @@ class GgufFile:
         if native is not None:
             return view(self.mapped, native, info.shape, info.offset)
         self.check_supported([name])
-        packed = np.frombuffer(self.mapped, np.uint8, count=info.nbytes, offset=info.offset)
-        return torch.from_numpy(dequantise(packed.reshape(-1, info.kind.nbytes), info.kind.name)).reshape(
-            info.shape
-        )
+        packed = self.packed(name)
+        blocks = packed.numpy().reshape(-1, info.kind.nbytes)
+        values = torch.from_numpy(dequantise(blocks, info.kind.name)).reshape(info.shape)
+        release(packed)  # its pages would stay resident beside the values
+        return values
 
     def packed(self, name: str) -> torch.Tensor:
         """The bytes of a tensor as they stand: uint8 [bytes], a view of the file."""
