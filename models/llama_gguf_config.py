@@ -65,8 +65,9 @@ def config_from_gguf(
     context = values.count("context_length")
     window = values.any("attention.sliding_window", 0)
     tokens = metadata.get("tokenizer.ggml.tokens") if not values.has("vocab_size") else None
+    vocab = len(tokens) if isinstance(tokens, list) else None
     config = LlamaConfig(
-        vocab=values.count("vocab_size", None if tokens is None else len(tokens)),
+        vocab=values.count("vocab_size", vocab),
         width=width,
         layers=layers,
         heads=heads,
@@ -90,7 +91,7 @@ def _per_layer(values: Values, key: str, layers: int, default: int | None = None
     """A count that a file may state once, or once a layer if all are equal."""
     found = values.any(key, default) if default is not None else values.any(key)
     if isinstance(found, list):
-        if len(found) < layers or len(set(found)) != 1:
+        if len(found) < layers or any(count != found[0] for count in found):
             raise values.unsupported(key, "the same in every layer", found)
         return Values({key: found[0]}, values.where, values.place).count(key)
     return values.count(key, default) if default is not None else values.count(key)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from atbx import checkpoints
 from atbx.core import trees
 from atbx.models import llama
 from atbx.models.llama import LlamaConfig
@@ -172,3 +173,31 @@ def hf_folder(folder: Path, params: Any = None, **config: Any) -> Path:
 def changed(**fields: Any) -> LlamaConfig:
     """The tiny configuration with other fields."""
     return replace(TINY, **fields)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Two parameter trees have the same leaves, dtypes and values."""
+    found, expected = flat(found), flat(expected)
+    assert found.keys() == expected.keys()
+    for path in expected:
+        assert found[path].dtype == expected[path].dtype, path
+        assert torch.equal(found[path], expected[path]), path
+
+
+def flax_folder(folder: Path, params: Any, wrap: bool = False, **config: Any) -> Path:
+    """A folder with flax_model.msgpack: the names of Hugging Face's Flax modules, kernels [in, out]."""
+    hf_folder(folder, params, **config)
+    (folder / "model.safetensors").unlink()
+    tree: dict[str, Any] = {}
+    for name, leaf in hf_names(params).items():
+        *modules, kind = name.split(".")
+        if modules[-1] == "embed_tokens":
+            kind = "embedding"
+        elif leaf.ndim == 2:
+            kind, leaf = "kernel", leaf.t().contiguous()
+        node = tree
+        for module in modules:
+            node = node.setdefault(module, {})
+        node[kind] = leaf
+    checkpoints.write_tree(folder / "flax_model.msgpack", {"params": tree} if wrap else tree)
+    return folder

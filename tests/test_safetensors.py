@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from atbx.checkpoints.leaves import is_mapped, release
 from atbx.checkpoints.safetensors_reader import DTYPES, read_safetensors
-from atbx.core.errors import CheckpointError, UnsupportedError
+from atbx.core.errors import CheckpointError, MissingExtraError, UnsupportedError
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -130,6 +131,13 @@ def test_a_file_cut_at_any_byte_is_refused_with_its_size(tmp_path: Path) -> None
             read_safetensors(path)
         if size > 8 + struct.unpack("<Q", raw[:8])[0]:
             assert f"expected {len(raw)} bytes, found {size}" in str(caught.value)
+
+
+def test_a_missing_library_is_named_with_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path / "m.safetensors", a=torch.ones(1))
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(MissingExtraError, match=r"safetensors.*atbx\[convert\]"):
+        read_safetensors(path)
 
 
 def test_a_dtype_that_torch_lacks_is_named_with_its_tensor(tmp_path: Path) -> None:
