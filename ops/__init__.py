@@ -9,6 +9,7 @@ if not __name__.startswith("atbx."):
     raise ImportError("this folder is the package atbx.ops: import it by that name")
 
 from atbx.ops.activations import ACTIVATIONS, activate, gated, gated_mlp, gelu, mlp, relu, silu
+from atbx.ops.attention import alibi_slopes
 from atbx.ops.define import define_op
 from atbx.ops.elementwise import (
     add,
@@ -39,6 +40,7 @@ from atbx.ops.elementwise import (
     where,
 )
 from atbx.ops.indexing import getitem, take, take_along
+from atbx.ops.kv_cache import attend
 from atbx.ops.linear import embedding, linear, matmul
 from atbx.ops.norms import add_rms_norm, layer_norm, rms_norm
 from atbx.ops.reductions import argmax, cumsum, logsumexp, max, mean, min, softmax, sum, top_k
@@ -62,8 +64,10 @@ __all__ = [
     "activate",
     "add",
     "add_rms_norm",
+    "alibi_slopes",
     "arange",
     "argmax",
+    "attend",
     "broadcast_to",
     "cast",
     "clip",

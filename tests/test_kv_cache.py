@@ -62,8 +62,8 @@ def test_padding_tokens_write_no_slot() -> None:
     assert cache.lengths.tolist() == [1, 3]
     assert held(cache) == [[0], [100, 7, 7]]
     for old, new in zip(before, cache.arena.arena.tensors, strict=True):
-        assert torch.equal(old[0], new[0])
-        assert torch.equal(old[1, 3:], new[1, 3:])
+        torch.testing.assert_close(new[0], old[0], rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(new[1, 3:], old[1, 3:], rtol=0, atol=0, equal_nan=True)
 
 
 def test_arbitrary_rows_of_an_arena_are_written_and_read() -> None:

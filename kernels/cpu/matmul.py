@@ -85,6 +85,7 @@ KERNELS = (
         tier="fused",
     ),
     Kernel("torch.linear", "linear", lambda equation: F.linear, refuses=_refuses_plain),
+    Kernel("torch.matmul", "matmul", lambda equation: torch.matmul, refuses=_refuses_plain),
     Kernel("torch.embedding_rows", "embedding", _gather_rows, packs=lambda equation: {0: ROWS}, tier="fused"),
     Kernel("torch.embedding", "embedding", lambda equation: lambda table, ids: F.embedding(ids, table)),
 )
