@@ -145,9 +145,10 @@ def _write_weights(
 
 
 def _write_tokenizer(folder: Path, text: Text) -> None:
-    kept = text.to_metadata()
-    with replacing(folder / "tokenizer.json") as file:
-        file.write(kept["tokenizer"].encode())
+    document = json.loads(text.to_metadata()["tokenizer"])
+    if document.get("post_processor") is None:
+        document["post_processor"] = _post_processor(text)
+    _write_json(folder / "tokenizer.json", document)
     templates = dict(text.chat_templates)
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -161,6 +162,36 @@ def _write_tokenizer(folder: Path, text: Text) -> None:
     elif templates:
         settings["chat_template"] = [{"name": name, "template": body} for name, body in templates.items()]
     _write_json(folder / "tokenizer_config.json", settings)
+
+
+def _post_processor(text: Text) -> dict[str, Any] | None:
+    """What makes the tokenizers library add the begin and end tokens; a GGUF file only says that they are added."""
+    named = text.special_spellings
+    begin, end = named.get("bos_token"), named.get("eos_token")
+    first = begin if text.add_bos and text.bos is not None else None
+    last = end if text.add_eos and text.eos else None
+    if first is None and last is None:
+        return None
+
+    def around(part: str, type_id: int) -> list[dict[str, Any]]:
+        pieces: list[dict[str, Any]] = [{"Sequence": {"id": part, "type_id": type_id}}]
+        if first is not None:
+            pieces.insert(0, {"SpecialToken": {"id": first, "type_id": type_id}})
+        if last is not None:
+            pieces.append({"SpecialToken": {"id": last, "type_id": type_id}})
+        return pieces
+
+    ids = {first: text.bos, last: text.eos[0] if text.eos else None}
+    return {
+        "type": "TemplateProcessing",
+        "single": around("A", 0),
+        "pair": around("A", 0) + around("B", 1),
+        "special_tokens": {
+            token: {"id": token, "ids": [ids[token]], "tokens": [token]}
+            for token in (first, last)
+            if token is not None
+        },
+    }
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

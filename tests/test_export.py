@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from small_checkpoints import TINY, changed, flat, tiny_params
-from small_tokenizers import byte_level_fields
+from small_tokenizers import byte_level_fields, sentence_piece_fields
 
 from atbx import checkpoints
 from atbx.core.errors import OptionError, TreeError, UnsupportedError
@@ -119,6 +119,22 @@ def test_a_tokenizer_from_a_gguf_file_encodes_the_same_in_transformers(tmp_path:
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert rendered == text.render_chat(messages)
     assert tokenizer.bos_token_id == text.bos
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("fields", [byte_level_fields, sentence_piece_fields])
+@pytest.mark.parametrize("added", [(False, False), (True, False), (False, True), (True, True)])
+def test_begin_and_end_tokens_are_added_in_transformers_as_here(
+    tmp_path: Path, fields: Any, added: tuple[bool, bool]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    text = checkpoints.Text.from_gguf_metadata(fields(add_bos_token=added[0], add_eos_token=added[1]))
+    folder = export(tmp_path / "out", changed(vocab=text.vocab_size), text=text)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.encode("hello the") == text.encode("hello the")
+    again = checkpoints.Text.from_hf_folder(folder)
+    assert again.encode("hello the") == text.encode("hello the")
+    assert again.eos == text.eos
 
 
 def test_end_tokens_of_generation_and_tokenizer_are_written_together(tmp_path: Path) -> None:
