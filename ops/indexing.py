@@ -1,6 +1,8 @@
 """Indexing ops: static indices as views (`x[...]`), and gathers by index tensors.
 
-An index that is out of range is an error, never a clamp: it would show a wrong row as a right one.
+An index that is out of range is an error, never a clamp: it would show a wrong row as a right one (only the end of a
+slice may lie past the axis, as in Python). The padded size of a bucketed axis is no place to cut at, except that
+`x[:T]` has T entries whatever the bucket.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 
 from atbx.core.abstract import Abstract, tag_of
-from atbx.core.errors import ShapeError
+from atbx.core.errors import BucketError, ShapeError
 from atbx.core.op import Cost, Op, register_op
 from atbx.core.staging import operators
 from atbx.ops.operands import common_size, need_index, need_ndim, need_tensor, normal_axis
@@ -34,8 +36,25 @@ def _range(axis: int, size: int, part: slice) -> Entry:
     )
     if part.start in (None, 0) and whole_stop and step == 1:
         return "all"
+    if tag_of(part.stop) and part.start in (None, 0) and step == 1 and tag_of(size) is None:
+        if part.stop > size:
+            raise ShapeError(
+                f"getitem: axis {axis} is shorter than the slice", expected=int(part.stop), found=int(size)
+            )
+        return 0, part.stop, 1
+    for bound in (part.start, part.stop, part.step):
+        _refuse_padded(axis, bound)
     start, stop, _ = part.indices(int(size))
     return int(start), max(int(start), int(stop)), int(step)
+
+
+def _refuse_padded(axis: int, place: int | None) -> None:
+    if place is not None and tag_of(place):
+        raise BucketError(
+            f"getitem: axis {axis} is cut at the padded size of {tag_of(place)!r}",
+            found=int(place),
+            hint="The size depends on the bucket, so the result would too; use ops.take with a count",
+        )
 
 
 def _normal_index(shape: tuple[int, ...], index: Any) -> tuple[Entry, ...]:
@@ -59,6 +78,7 @@ def _normal_index(shape: tuple[int, ...], index: Any) -> tuple[Entry, ...]:
             found.append(_range(axis, shape[axis], entry))
             axis += 1
         elif isinstance(entry, int) and not isinstance(entry, bool):
+            _refuse_padded(axis, entry)
             found.append(normal_axis("getitem", entry, int(shape[axis]), f"place on axis {axis}"))
             axis += 1
         else:
@@ -81,7 +101,7 @@ def _getitem_shape(x: Any, *, index: tuple[Entry, ...]) -> Abstract:
         if entry == "all":
             sizes.append(tensor.shape[axis])
         elif isinstance(entry, tuple):
-            sizes.append(len(range(*entry)))
+            sizes.append(entry[1] if tag_of(entry[1]) else len(range(*entry)))
         axis += 1
     if axis != tensor.ndim:
         raise ShapeError("getitem: the index does not fit", expected=f"{tensor.ndim} axes", found=axis)
@@ -94,7 +114,7 @@ def _getitem_reference(x: torch.Tensor, *, index: tuple[Entry, ...]) -> torch.Te
 
 def _torch_entry(entry: Entry) -> Any:
     if isinstance(entry, tuple):
-        return slice(*entry)
+        return slice(*(int(n) for n in entry))
     return {"all": slice(None), "new": None}[entry] if isinstance(entry, str) else entry
 
 

@@ -10,7 +10,7 @@ import torch
 from atbx.core.abstract import Abstract
 from atbx.core.errors import ShapeError
 from atbx.core.op import Cost, Op, register_op, traffic
-from atbx.ops.operands import need_float, need_ndim, need_same_dtype, need_sizes, wide_dtype
+from atbx.ops.operands import common_size, need_float, need_ndim, need_same_dtype, need_sizes, wide_dtype
 
 
 def _norm_input(op: str, x: Any, eps: float) -> Abstract:
@@ -109,8 +109,9 @@ def _add_rms_shape(
     need_sizes("add_rms_norm", "residual", other, value.shape)
     need_same_dtype("add_rms_norm", x=value, residual=other)
     _norm_vector("add_rms_norm", "weight", weight, value)
-    summed = Abstract(value.shape, value.dtype)
-    return summed, summed
+    pairs = zip(value.shape, other.shape, strict=True)
+    sizes = tuple(common_size("add_rms_norm", m, n, a, broadcast=False) for a, (m, n) in enumerate(pairs))
+    return Abstract(sizes, value.dtype), Abstract(sizes, value.dtype)
 
 
 def _add_rms_reference(

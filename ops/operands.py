@@ -210,10 +210,10 @@ def weaken(op: str, *operands: Any) -> tuple[Any, ...]:
     Raises:
         DTypeError: no operand is a tensor, or a scalar does not fit.
     """
-    for operand in operands:
-        if operand is not None and not is_scalar(operand):
-            dtype = operand.dtype
-            return tuple(weak(op, x, dtype) if is_scalar(x) else x for x in operands)
+    dtypes = (getattr(operand, "dtype", None) for operand in operands)
+    dtype = next((d for d in dtypes if isinstance(d, torch.dtype)), None)
+    if dtype is not None:
+        return tuple(weak(op, x, dtype) if is_scalar(x) else x for x in operands)
     raise DTypeError(f"{op}: no operand is a tensor", found=", ".join(map(repr, operands)))
 
 
