@@ -50,12 +50,19 @@ def _rounded_once(
     return reference
 
 
-def _binary(name: str, function: Callable[..., torch.Tensor], *, floats: bool = False) -> Op:
+def _arithmetic(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    # torch's own arithmetic on 16-bit floats works in FP32 and rounds once, without wide copies of the operands.
+    return lambda x, y: function(*as_tensors(x, y))
+
+
+def _binary(
+    name: str, function: Callable[..., torch.Tensor], *, floats: bool = False, reference: Any = _arithmetic
+) -> Op:
     def shape(x: Any, y: Any) -> Abstract:
         result = elementwise_shape(name, x=x, y=y)
         return need_float(name, "x", result) if floats else need_number(name, "x", result)
 
-    return register_op(Op(name, shape, _rounded_once(function), elementwise_cost(1)))
+    return register_op(Op(name, shape, reference(function), elementwise_cost(1)))
 
 
 def _comparison(name: str, function: Callable[..., torch.Tensor], *, ordered: bool) -> Op:
@@ -92,7 +99,7 @@ MULTIPLY = _binary("multiply", torch.multiply)
 DIVIDE = _binary("divide", torch.divide, floats=True)
 MAXIMUM = _binary("maximum", torch.maximum)
 MINIMUM = _binary("minimum", torch.minimum)
-POWER = _binary("power", torch.pow, floats=True)
+POWER = _binary("power", torch.pow, floats=True, reference=_rounded_once)
 
 LESS = _comparison("less", torch.lt, ordered=True)
 LESS_EQUAL = _comparison("less_equal", torch.le, ordered=True)

@@ -7,7 +7,7 @@ declared maximum length at start, so that neither a batch neighbour nor a later 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -17,7 +17,7 @@ SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 STYLES = ("half", "interleaved")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Rope:
     """How queries and keys are rotated.
 
@@ -69,6 +69,11 @@ class Rope:
                     raise ValueError(
                         f"Rope.{name}: expected {self.dims // 2} factors, found {len(getattr(self, name))}"
                     )
+
+    def __repr__(self) -> str:
+        """The fields that are not at their defaults, so that a printed program stays readable."""
+        given = (f for f in fields(self) if getattr(self, f.name) != f.default)
+        return f"Rope({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in given)})"
 
     @property
     def depends_on_length(self) -> bool:

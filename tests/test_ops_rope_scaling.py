@@ -61,6 +61,13 @@ def test_other_scalings_have_no_attention_factor():
     assert attention_factor(Rope(8, scaling="llama3", **LLAMA3)) == 1.0
 
 
+def test_a_rope_prints_what_is_not_default_and_reads_back():
+    rope = Rope(8, style="interleaved", scaling="llama3", **LLAMA3)
+    assert repr(Rope(8)) == "Rope(dims=8)"
+    assert "theta" not in repr(rope)
+    assert eval(repr(rope)) == rope
+
+
 def test_linear_divides_every_frequency():
     assert torch.equal(
         inverse_frequencies(Rope(16, scaling="linear", factor=4.0)), inverse_frequencies(Rope(16)) / 4
