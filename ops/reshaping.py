@@ -43,29 +43,47 @@ def _joined(sizes: Sequence[int]) -> str:
     return "*".join(tag_of(n) or str(int(n)) for n in sizes if tag_of(n) or n != 1)
 
 
-def _groups(source: Sequence[int], target: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Axes of both shapes in the smallest groups of equal products, as (source axes, target axes)."""
-    groups: list[tuple[list[int], list[int]]] = []
+def _segments(source: Sequence[int], target: Sequence[int]) -> list[tuple[range, range]]:
+    """Both shapes cut around each tagged axis that stands in both with as many entries before it.
+
+    The tag tells which of several axes of one entry is which, where sizes do not.
+    """
+    cuts: list[tuple[range, range]] = []
     i = j = 0
-    while i < len(source) or j < len(target):
+    for there, size in enumerate(target):
+        for here in range(i, len(source)):
+            same = tag_of(size) is not None and tag_of(size) == tag_of(source[here]) and size == source[here]
+            if same and math.prod(source[:here]) == math.prod(target[:there]):
+                cuts += [(range(i, here), range(j, there)), (range(here, here + 1), range(there, there + 1))]
+                i, j = here + 1, there + 1
+                break
+    return [*cuts, (range(i, len(source)), range(j, len(target)))]
+
+
+def _groups(
+    source: Sequence[int], target: Sequence[int], ins_of: range, outs_of: range
+) -> list[tuple[list[int], list[int]]]:
+    """Axes of one segment of both shapes in the smallest groups of equal products: (source axes, target axes)."""
+    groups: list[tuple[list[int], list[int]]] = []
+    i, i_end, j, j_end = ins_of.start, ins_of.stop, outs_of.start, outs_of.stop
+    while i < i_end or j < j_end:
+        # An axis of one entry without a partner was merged with the axes before it, or split off them.
+        lone_in = i < i_end and source[i] == 1 and (j >= j_end or target[j] != 1)
+        lone_out = j < j_end and target[j] == 1 and (i >= i_end or source[i] != 1)
+        if groups and (lone_in or lone_out):
+            groups[-1][0].extend([i] * lone_in)
+            groups[-1][1].extend([j] * lone_out)
+            i, j = i + lone_in, j + lone_out
+            continue
         ins: list[int] = []
         outs: list[int] = []
-        if i < len(source) and source[i] == 1 and (j >= len(target) or target[j] != 1) and groups:
-            # An axis of one entry without a partner: it was merged with the axes before it.
-            groups[-1][0].append(i)
-            i += 1
-            continue
-        if j < len(target) and target[j] == 1 and (i >= len(source) or source[i] != 1) and groups:
-            groups[-1][1].append(j)
-            j += 1
-            continue
-        have, want = 1, 1
+        have = want = 1
         while not ins or not outs or have != want:
-            if i < len(source) and (not ins or have < want or j >= len(target)):
+            if i < i_end and (not ins or have < want or j >= j_end):
                 ins.append(i)
                 have *= int(source[i])
                 i += 1
-            elif j < len(target):
+            elif j < j_end:
                 outs.append(j)
                 want *= int(target[j])
                 j += 1
@@ -100,8 +118,9 @@ def _reshape_shape(x: Any, *, shape: tuple[int, ...]) -> Abstract:
     tensor = need_tensor("reshape", "x", x)
     sizes = _filled(tensor, shape)
     if any(tag_of(n) for n in tensor.shape):
-        for ins, outs in _groups(tensor.shape, sizes):
-            _tagged(tensor, sizes, ins, outs)
+        for segment in _segments(tensor.shape, sizes):
+            for ins, outs in _groups(tensor.shape, sizes, *segment):
+                _tagged(tensor, sizes, ins, outs)
     return Abstract(tuple(sizes), tensor.dtype)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from op_checks import check_op, run, shapes, stage
 
@@ -248,6 +248,9 @@ RESHAPES = [
     ((B, Dim(1, "T"), 6), (4, 6), ["B*T", None]),
     ((Dim(1, "B"), T, 6), (8, 6), ["B*T", None]),
     ((Dim(1, "T"), 1, 1), (1,), ["T"]),
+    ((1, Dim(1, "B"), Dim(1, "T")), (1, Dim(1, "T")), ["B", "T"]),
+    ((1, Dim(1, "B"), 6), (Dim(1, "B"), 6), ["B", None]),
+    ((Dim(1, "B"), Dim(1, "T"), 6), (Dim(1, "B"), Dim(1, "T"), 1, 6), ["B", "T", None, None]),
     ((B, 0), (B, 0, 5), ["B", None, None]),
 ]
 
@@ -265,7 +268,14 @@ def test_reshape_refuses_to_split_or_lose_a_bucketed_axis(after):
         shapes(lambda x: ops.reshape(x, after), Abstract((B, T, 6), F32))
 
 
-@given(st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=4), st.data())
+@pytest.mark.parametrize("after", [(Dim(1, "T"), Dim(1, "B"), 6), (Dim(1, "T"), 6), (Dim(1, "S"), 1, 6)])
+def test_axes_of_one_entry_are_told_apart_by_their_tags(after):
+    with pytest.raises(BucketError, match=r"reshape: bucketed axis .* would be split or lost"):
+        shapes(lambda x: ops.reshape(x, after), Abstract((Dim(1, "B"), Dim(1, "T"), 6), F32))
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 3), st.booleans()), min_size=1, max_size=5), st.data())
 def test_merging_neighbours_names_every_tag_and_splits_back(axes, data):
     before = tuple(Dim(n, f"t{i}") if tagged else n for i, (n, tagged) in enumerate(axes))
     start = data.draw(st.integers(0, len(axes) - 1))
