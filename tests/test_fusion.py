@@ -112,8 +112,8 @@ def test_adding_and_norming_fuse_where_nothing_larger_does() -> None:
 
 def test_unbound_weights_are_not_packed_together_and_the_report_says_why() -> None:
     config = small_llama()
-    step, cache = arguments(config, torch.float32)
-    explanation = forward_on(ALL).explain(random_params(config, torch.float32), step, cache, config)
+    step, cache = arguments(config, torch.bfloat16)
+    explanation = forward_on(ALL).explain(random_params(config, torch.bfloat16), step, cache, config)
     reasons = {a.rule: a.refused for a in explanation.variant.fusions if a.refused}
     assert "no bound parameters" in reasons["norm_qkv"]
     assert "no bound parameters" in reasons["norm_gated_mlp"]

@@ -171,8 +171,10 @@ class Preparer:
         def make() -> Any:
             if preparation.from_source and var in self._leaf:
                 return preparation.pack(self.binding.leaves[self._leaf[var]], var.abstract)
-            value = preparation.pack(self._compute(var), var.abstract)
-            self.binding.finished(self._leaves_of(var))
+            source = self._compute(var)
+            value = preparation.pack(source, var.abstract)
+            if value is not source or var not in self._leaf:
+                self.binding.finished(self._leaves_of(var))
             return value
 
         return self.binding.stored(("packed", preparation.name, self.key(var)), make)

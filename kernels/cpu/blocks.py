@@ -17,23 +17,24 @@ from atbx.kernels.cpu.attention import (
     refuses_flash,
     write_spans,
 )
-from atbx.kernels.cpu.matmul import PACKED, packed_linear, refuses_packing
+from atbx.kernels.cpu.matmul import WEIGHT, linear_for, refuses_matmul
 from atbx.kernels.cpu.pointwise import gated, rms_norm, rotate_pair
 
 
 def _refuses(equation: Equation) -> str | None:
-    return refuses_packing(equation.results[0].dtype)
+    return refuses_matmul(equation.results[0].dtype)
 
 
 def _norm_qkv(equation: Equation) -> Callable[..., Any]:
     params = equation.params
     eps, offset, heads, size = params["eps"], params["offset"], params["heads"], params["head_size"]
     widths = [h * size for h in heads]
+    linear = linear_for(equation.results[0].dtype)
 
     def run(
         x: torch.Tensor, norm: torch.Tensor, weight: Any, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
-        together = packed_linear(rms_norm(x, norm, eps, offset), weight, bias)
+        together = linear(rms_norm(x, norm, eps, offset), weight, bias)
         q, k, v = together.split(widths, dim=-1)
         return (
             q.unflatten(-1, (heads[0], size)),
@@ -72,6 +73,7 @@ def _rotary_write_facts(equation: Equation) -> Hashable:
 
 def _attend_project(equation: Equation) -> Callable[..., torch.Tensor]:
     attend = attend_function(equation)
+    linear = linear_for(equation.results[0].dtype)
 
     def run(
         q: torch.Tensor,
@@ -88,7 +90,7 @@ def _attend_project(equation: Equation) -> Callable[..., torch.Tensor]:
         spans: Any,
     ) -> torch.Tensor:
         attended = attend(q, k_arena, v_arena, spans)
-        return packed_linear(attended.flatten(2), weight, bias).add_(residual)
+        return linear(attended.flatten(2), weight, bias).add_(residual)
 
     return run
 
@@ -99,6 +101,7 @@ def _refuses_attend_project(equation: Equation) -> str | None:
 
 def _norm_gated_mlp(equation: Equation) -> Callable[..., torch.Tensor]:
     eps, offset, activation = (equation.params[n] for n in ("eps", "offset", "activation"))
+    linear = linear_for(equation.results[0].dtype)
 
     def run(
         x: torch.Tensor,
@@ -108,20 +111,20 @@ def _norm_gated_mlp(equation: Equation) -> Callable[..., torch.Tensor]:
         down: Any,
         down_bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        both = packed_linear(rms_norm(x, norm, eps, offset), gate_up, gate_up_bias)
+        both = linear(rms_norm(x, norm, eps, offset), gate_up, gate_up_bias)
         gate, up = both.chunk(2, dim=-1)
-        return packed_linear(gated(gate, up, activation), down, down_bias).add_(x)
+        return linear(gated(gate, up, activation), down, down_bias).add_(x)
 
     return run
 
 
 KERNELS = (
     Kernel(
-        "onednn.norm_qkv",
+        "torch.norm_qkv",
         "norm_qkv",
         _norm_qkv,
         refuses=_refuses,
-        packs=lambda equation: {2: PACKED},
+        packs=lambda equation: {2: WEIGHT},
         tier="fused",
     ),
     Kernel(
@@ -132,20 +135,20 @@ KERNELS = (
         tier="fused",
     ),
     Kernel(
-        "onednn.attend_project",
+        "torch.attend_project",
         "attend_project",
         _attend_project,
         refuses=_refuses_attend_project,
-        packs=lambda equation: {8: PACKED},
+        packs=lambda equation: {8: WEIGHT},
         plan=ATTENTION_PLAN,
         tier="fused",
     ),
     Kernel(
-        "onednn.norm_gated_mlp",
+        "torch.norm_gated_mlp",
         "norm_gated_mlp",
         _norm_gated_mlp,
         refuses=_refuses,
-        packs=lambda equation: {2: PACKED, 4: PACKED},
+        packs=lambda equation: {2: WEIGHT, 4: WEIGHT},
         tier="fused",
     ),
 )

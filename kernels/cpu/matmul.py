@@ -1,7 +1,8 @@
-"""Matmuls: oneDNN over weights that were packed once, torch's own where a weight is no bound parameter.
+"""Matmuls: oneDNN over weights that were packed once for the narrow dtypes, torch's own for FP32 and FP64.
 
-oneDNN accumulates in FP32 and rounds once. The packing does not depend on the number of rows, so prefill and decode
-share it.
+Both accumulate in FP32 or wider and round once. The packing does not depend on the number of rows, so prefill and decode
+share it. FP32 is not packed: oneDNN's blocked FP32 matmul is no faster here and its error is 1.4 times that of torch's
+(docs/decisions/cpu-matmuls.md).
 """
 
 from __future__ import annotations
@@ -17,17 +18,15 @@ from atbx.core.backend import Kernel, Preparation
 from atbx.core.program import Equation
 
 ROWS_HINT = 16
-"""Rows for which oneDNN chooses the packed layout; it serves every other number as well (measured, docs/decisions)."""
+"""Rows for which oneDNN chooses the packed layout; it serves every other number as well."""
 
 Linear = Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
 
 
 def packs_dtype(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has packed matmuls of this dtype on this machine."""
+    """Whether weights of this dtype are packed for oneDNN on this machine."""
     if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
         return False
-    if dtype == torch.float32:
-        return True
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if dtype == torch.float16:
@@ -36,31 +35,38 @@ def packs_dtype(dtype: torch.dtype) -> bool:
 
 
 def _pack(weight: torch.Tensor, abstract: Abstract) -> torch.Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
+    if packs_dtype(abstract.dtype):
+        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS_HINT)
+    return weight.contiguous()
 
 
-PACKED = Preparation("onednn", _pack)
-"""A [out, in] weight in oneDNN's own blocked layout."""
+WEIGHT = Preparation("matmul_weight", _pack)
+"""A [out, in] weight as this machine's matmul of its dtype wants it: oneDNN's blocked layout, or dense rows."""
 
 
-def packed_linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [..., in] by a packed weight [out, in]: [..., out]."""
+def _packed_linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-def refuses_packing(dtype: torch.dtype) -> str | None:
-    """Why oneDNN cannot pack weights of this dtype here, or None."""
-    return None if packs_dtype(dtype) else f"oneDNN has no packed matmul for {dtype} on this machine"
+def linear_for(dtype: torch.dtype) -> Linear:
+    """`linear(x [..., in], weight, bias or None)` to [..., out], over weights prepared by `WEIGHT`."""
+    return _packed_linear if packs_dtype(dtype) else F.linear
+
+
+def refuses_matmul(dtype: torch.dtype) -> str | None:
+    """Why there is no matmul of this dtype, or None."""
+    return None if dtype.is_floating_point and dtype.itemsize >= 2 else f"no matmul for {dtype}"
 
 
 def _refuses_packed(equation: Equation) -> str | None:
     x = equation.operands[0]
-    return "no rows" if x.numel == 0 else refuses_packing(x.dtype)
+    if x.numel == 0:
+        return "no rows"
+    return None if packs_dtype(x.dtype) else f"{x.dtype} weights are not packed for oneDNN on this machine"
 
 
 def _refuses_plain(equation: Equation) -> str | None:
-    dtype = equation.operands[0].dtype
-    return None if dtype.is_floating_point and dtype.itemsize >= 2 else f"no matmul for {dtype}"
+    return refuses_matmul(equation.operands[0].dtype)
 
 
 def _gather_rows(equation: Equation) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
@@ -79,9 +85,9 @@ KERNELS = (
     Kernel(
         "onednn.linear",
         "linear",
-        lambda equation: packed_linear,
+        lambda equation: _packed_linear,
         refuses=_refuses_packed,
-        packs=lambda equation: {1: PACKED},
+        packs=lambda equation: {1: WEIGHT},
         tier="fused",
     ),
     Kernel("torch.linear", "linear", lambda equation: F.linear, refuses=_refuses_plain),

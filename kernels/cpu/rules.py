@@ -12,7 +12,7 @@ from atbx.core.abstract import Abstract
 from atbx.core.program import Atom, Literal
 from atbx.core.rewrite import Builder, FusionRule, Match, Pattern
 from atbx.kernels.cpu.attention import refuses_flash
-from atbx.kernels.cpu.matmul import refuses_packing
+from atbx.kernels.cpu.matmul import refuses_matmul
 from atbx.ops.fused import ATTEND_PROJECT, NORM_GATED_MLP, NORM_QKV, ROTARY_WRITE
 from atbx.ops.norms import ADD_RMS_NORM
 from atbx.ops.structural import CONCAT
@@ -58,7 +58,7 @@ def _when_qkv(match: Match) -> str | None:
     return (
         _unbound(match, "wq", "wk", "wv", "?bq", "?bk", "?bv")
         or _mixed_biases(match, "?bq", "?bk", "?bv")
-        or refuses_packing(match.abstract("x").dtype)
+        or refuses_matmul(match.abstract("x").dtype)
     )
 
 
@@ -88,7 +88,7 @@ def _when_attend_project(match: Match) -> str | None:
         "projected"
     ):
         return "the residual is broadcast"
-    return _unbound(match, "w", "?b") or refuses_packing(attended.dtype) or refuses_flash(match.equations[0])
+    return _unbound(match, "w", "?b") or refuses_matmul(attended.dtype) or refuses_flash(match.equations[0])
 
 
 def _build_attend_project(match: Match, builder: Builder) -> None:
@@ -131,7 +131,7 @@ def _when_mlp(match: Match) -> str | None:
     return (
         _unbound(match, "wg", "wu", "?bg", "?bu", "wd", "?bd")
         or _mixed_biases(match, "?bg", "?bu")
-        or refuses_packing(match.abstract("x").dtype)
+        or refuses_matmul(match.abstract("x").dtype)
     )
 
 
