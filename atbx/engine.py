@@ -20,6 +20,7 @@ from atbx.core.arena import Arena
 from atbx.core.binding import Binding
 from atbx.core.buckets import Bucket
 from atbx.core.errors import BindingError
+from atbx.core.memory import plan_memory as plan_program
 from atbx.core.trees import leaves
 from atbx.memory import AbstractBinding, abstract_step
 from atbx.models.step import Step
@@ -77,6 +78,7 @@ class Engine:
         self.tally = Tally()
         self._pools: dict[torch.dtype, ArenaPool] = {}
         self._binding: Binding | None = None
+        self._activation: dict[Any, int] = {}
         self._lock = threading.Lock()
 
     def bind(self, params: Any) -> Binding:
@@ -187,6 +189,17 @@ class Engine:
         logits, cache = self.forward(binding, step, cache, self.config)
         self._count(live, B, 1)
         return logits[:, 0], cache
+
+    def activation_bytes(self, binding: Binding, rows: int, capacity: int) -> int:
+        """Peak of the intermediate values of the largest step of a run of this shape."""
+        chunk = Chunk((0,), 0, (min(self.policy.chunk, capacity),))
+        key = (binding.signature, rows, capacity)
+        if key not in self._activation:
+            args = self.planned_prefill(chunk, self.abstract_cache(binding, rows, capacity), binding, False)
+            program = self.forward.stage(*args, fused=True)
+            prepared = [v for e in program.equations if e.op.name == "concat" for v in e.outputs]
+            self._activation[key] = plan_program(program, skip=prepared).size
+        return self._activation[key]
 
     def _count(self, real: int, rows: int, width: int) -> None:
         self.tally.real += real

@@ -99,6 +99,7 @@ class AbstractBinding(Binding):
     def __init__(self, params: Any) -> None:
         empty = map_leaves(lambda a: torch.empty(a.shape, dtype=a.dtype, device="meta"), params)
         super().__init__(empty)
+        self.signature = (self.treedef, tuple((a.shape, a.dtype, "cpu") for a in self.abstracts))
 
 
 def available_bytes() -> int:

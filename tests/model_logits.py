@@ -12,7 +12,9 @@ from atbx.engine import Engine
 from atbx.schedule import Policy, prefill
 
 
-def engine_of(forward: Callable[..., Any], config: Any, *, dtype: torch.dtype | None, chunk: int = 512) -> Engine:
+def engine_of(
+    forward: Callable[..., Any], config: Any, *, dtype: torch.dtype | None, chunk: int = 512
+) -> Engine:
     """An engine with this prefill chunk."""
     policy = Policy(config.context, chunk=chunk, score_chunk=chunk)
     return Engine(

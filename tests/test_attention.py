@@ -32,8 +32,18 @@ class Rows:
     """A cache beside plain lists of every row's keys and values."""
 
     def __init__(
-        self, batch: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype, *, window: int | None = None,
-        capacity: int = 64, chunk: int = 8, options: dict[str, Any] | None = None, poison: bool = True,
+        self,
+        batch: int,
+        heads: int,
+        kv_heads: int,
+        size: int,
+        dtype: torch.dtype,
+        *,
+        window: int | None = None,
+        capacity: int = 64,
+        chunk: int = 8,
+        options: dict[str, Any] | None = None,
+        poison: bool = True,
     ) -> None:
         self.heads, self.kv_heads, self.size, self.dtype, self.window = heads, kv_heads, size, dtype, window
         spec = CacheSpec((LayerCache(kv_heads, size, window),))
@@ -67,7 +77,13 @@ class Rows:
             rest = {n: x for n, x in self.options.items() if n not in ("slopes", "sinks")}
             expected.append(
                 attention_oracle.attention(
-                    q[b, :count].double().numpy(), self.keys[b], self.values[b], start, window=self.window, **rest, **extra
+                    q[b, :count].double().numpy(),
+                    self.keys[b],
+                    self.values[b],
+                    start,
+                    window=self.window,
+                    **rest,
+                    **extra,
                 )
             )
         out, self.cache = self.run(q, k, v, torch.tensor(counts))
@@ -81,7 +97,9 @@ class RowsWithTensors(Rows):
     """The same where slopes or sinks are passed: they are values, so the function takes them as arguments."""
 
     def run(self, q: Any, k: Any, v: Any, counts: torch.Tensor) -> tuple[torch.Tensor, KVCache]:
-        def with_extras(q: Any, k: Any, v: Any, cache: KVCache, counts: Any, extras: Any) -> tuple[Any, KVCache]:
+        def with_extras(
+            q: Any, k: Any, v: Any, cache: KVCache, counts: Any, extras: Any
+        ) -> tuple[Any, KVCache]:
             out, cache = ops.attend(q, k, v, cache, layer=0, counts=counts, scale=self.size**-0.5, **extras)
             return out, cache.advance(counts)
 
@@ -93,7 +111,9 @@ def check(out: torch.Tensor, expected: list[np.ndarray], dtype: torch.dtype) -> 
     """Real tokens equal the oracle; padding tokens are zero."""
     for b, rows in enumerate(expected):
         count = rows.shape[0]
-        np.testing.assert_allclose(out[b, :count].double().numpy(), rows, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        np.testing.assert_allclose(
+            out[b, :count].double().numpy(), rows, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        )
         assert (out[b, count:] == 0).all()
 
 
@@ -118,7 +138,9 @@ def test_every_head_size_agrees_with_the_oracle(size: int) -> None:
 
 @pytest.mark.parametrize("window", [1, 2, 4, 7])
 @pytest.mark.parametrize("chunk", [1, 3, 5])
-def test_a_window_sees_itself_and_the_tokens_before_it_across_wraps_and_chunks(window: int, chunk: int) -> None:
+def test_a_window_sees_itself_and_the_tokens_before_it_across_wraps_and_chunks(
+    window: int, chunk: int
+) -> None:
     rows = Rows(2, 2, 1, 8, torch.float32, window=window, chunk=chunk)
     assert rows.cache.arena.arena.tensors[0].shape[1] == window + chunk - 1
     for step in range(9):
@@ -174,7 +196,9 @@ def test_bf16_attention_accumulates_in_fp32_over_a_long_context() -> None:
     v = torch.ones(1, length, 1, 8, dtype=torch.bfloat16)
     v[0, ::2] = 3.0
     rows.run(torch.zeros(1, length, 1, 8, dtype=torch.bfloat16), k, v, torch.tensor([length]))
-    rows.cache = kv_cache.over_arena(rows.cache.arena.arena, rows.cache.spec, [0], capacity=length + 1, chunk=length)
+    rows.cache = kv_cache.over_arena(
+        rows.cache.arena.arena, rows.cache.spec, [0], capacity=length + 1, chunk=length
+    )
     cache = rows.cache
     rows.cache = KVCache(
         cache.arena, cache.rows, torch.tensor([length]), cache.spec, cache.extent, cache.capacity, cache.chunk

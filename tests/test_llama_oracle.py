@@ -48,7 +48,10 @@ def config(kind: str) -> Any:
         "yarn": lambda: llama_config(
             **SIZES,
             rope_parameters={
-                "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 128
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 128,
             },
         ),
         "mistral": lambda: mistral_config(**SIZES, sliding_window=7),
@@ -91,7 +94,8 @@ def _double(model: Any, kind: Any) -> Any:
 
 
 PROMPTS = [
-    [(7 * i * i + 3 * i + row) % 97 for i in range(length)] for row, length in enumerate((1, 5, 23, 40, 64, 9))
+    [(7 * i * i + 3 * i + row) % 97 for i in range(length)]
+    for row, length in enumerate((1, 5, 23, 40, 64, 9))
 ]
 
 
@@ -122,6 +126,8 @@ def test_many_decode_steps_across_the_window_agree(models: tuple[Any, Any, Any])
     prompts = [PROMPTS[4], PROMPTS[3]]
     truth, theirs = reference_logits(fp64, prompts), reference_logits(fp32, prompts)
     engine = engine_of(llama.forward, loaded.config, dtype=None, chunk=4)
-    for exact, reference, found in zip(truth, theirs, all_logits(engine, loaded.params, prompts, decode=30), strict=True):
+    for exact, reference, found in zip(
+        truth, theirs, all_logits(engine, loaded.params, prompts, decode=30), strict=True
+    ):
         allowed = 1.5 * (reference.double() - exact).norm()
         assert (found.double() - exact).norm() <= allowed + torch.finfo(torch.float32).eps * exact.norm()

@@ -89,7 +89,9 @@ def oracle(smollm2_path: Path, model: Any) -> Iterator[Oracle]:
     theirs.to(torch.float64)
     fp64 = logits()
     fp32_error = [(f.double() - e).norm(dim=-1) for f, e in zip(fp32, fp64, strict=True)]
-    yield Oracle(prompts, greedy, sequences, fp64, fp32_error, bf16_error, [f.norm(dim=-1) for f in fp32], fp32)
+    yield Oracle(
+        prompts, greedy, sequences, fp64, fp32_error, bf16_error, [f.norm(dim=-1) for f in fp32], fp32
+    )
 
 
 def relative(found: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
@@ -107,7 +109,9 @@ def ours(model: Any, oracle: Oracle, dtype: torch.dtype, mode: str) -> list[torc
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_fp32_logits_are_as_close_to_fp64_as_those_of_transformers(model: Any, oracle: Oracle, mode: str) -> None:
+def test_fp32_logits_are_as_close_to_fp64_as_those_of_transformers(
+    model: Any, oracle: Oracle, mode: str
+) -> None:
     # Over a sequence, and at its worst position. A single position proves nothing either way: transformers' own two
     # attention implementations differ there by up to 4.2 in this ratio, and by more than 1.5 at one in eight.
     found = ours(model, oracle, torch.float32, mode)
@@ -118,7 +122,9 @@ def test_fp32_logits_are_as_close_to_fp64_as_those_of_transformers(model: Any, o
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_bf16_logits_are_as_close_to_fp32_as_those_of_transformers(model: Any, oracle: Oracle, mode: str) -> None:
+def test_bf16_logits_are_as_close_to_fp32_as_those_of_transformers(
+    model: Any, oracle: Oracle, mode: str
+) -> None:
     found = ours(model, oracle, torch.bfloat16, mode)
     error = torch.cat([relative(b, f) for b, f in zip(found, oracle.fp32, strict=True)])
     assert error.mean() <= 1.2 * oracle.bf16_error.mean()

@@ -42,7 +42,8 @@ def ladder(capacity: int, *, smallest: int = 1, doubling_until: int = 8, steps: 
 class Bucket:
     """A bucketed axis, shared by every argument leaf that has it.
 
-    axes:  pairs (argument path, axis), e.g. (("step/ids", 1), ("step/positions", 1)).
+    axes:  pairs (argument path, axis), e.g. (("step/ids", 1), ("step/positions", 1)); a path that ends in "/*"
+           names every leaf below it.
     sizes: ascending padded sizes; the last is the capacity.
     count: path of the argument that holds how many entries are real; the function hands it to ops that mix
            along the axis. None for an axis that nothing mixes along (batch rows). Where the caller passes

@@ -167,6 +167,19 @@ class Signature:
                 self.checked.clear()
             self.checked[id(value)] = value
 
+    @staticmethod
+    def _leaves_at(path: str, paths: tuple[str, ...], tag: str) -> list[int]:
+        """Indices of the leaves that a bucket's path names: one, or with `argument/*` all that there are."""
+        if path.endswith("/*"):
+            return [i for i, p in enumerate(paths) if p.startswith(path[:-1])]
+        if not paths:
+            return []  # the argument was given as None
+        if path not in paths:
+            raise BucketError(
+                f"bucket {tag!r} names a leaf that the call does not have", expected=paths, found=path
+            )
+        return [paths.index(path)]
+
     def layout(self, name: str, value: Any, treedef: trees.TreeDef) -> Layout:
         """The layout of an argument of this structure."""
         found = self.layouts.get((name, treedef))
@@ -176,15 +189,8 @@ class Signature:
             padded = []
             for tag, bucket in self.buckets.items():
                 for path, axis in bucket.axes:
-                    if path.split("/")[0] != name:
-                        continue
-                    if path not in paths:
-                        raise BucketError(
-                            f"bucket {tag!r} names a leaf that the call does not have",
-                            expected=paths,
-                            found=path,
-                        )
-                    padded.append((paths.index(path), axis, tag))
+                    if path.split("/")[0] == name:
+                        padded += [(index, axis, tag) for index in self._leaves_at(path, paths, tag)]
             found = self.layouts[name, treedef] = Layout(paths, tuple(padded))
         return found
 
