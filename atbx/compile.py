@@ -49,7 +49,8 @@ def jit(
     """Compile a pure function once per static shape; usable as a decorator.
 
     Example:
-        >>> f = atbx.jit(forward, static=("config",), donate=("cache",), buckets={"T": Bucket((("ids", 1),), ladder(64))})
+        >>> tokens = Bucket((("ids", 1),), ladder(64))
+        >>> f = atbx.jit(forward, static=("config",), donate=("cache",), buckets={"T": tokens})
 
     Arguments:
         static: names of arguments that are part of a variant's key: frozen, hashable, compared by value.

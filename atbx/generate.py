@@ -143,7 +143,7 @@ class Generator:
         refuse_if_too_large(MemoryNeeds(missing, cache, activation), self._memory_limit)
 
     def plan(self, params: Any, workload: Iterable[Request | Sequence[int]]) -> tuple[Planned, ...]:
-        """Every variant that these requests can need; nothing is compiled. A request may be a list of prompt lengths."""
+        """Every variant that these requests can need; nothing is compiled. A list of prompt lengths is a request."""
         model, sampler, scorer = self._planned(params, workload)
         return (*self.engine.forward.plan(model), *self.sampler.plan(sampler), *self.scorer.plan(scorer))
 
@@ -236,7 +236,7 @@ def generator(forward: Callable[..., Any], config: Any, **options: Any) -> Gener
 
     Options:
         text:     tokenizer, for prompts and results as strings.
-        eos:      ids that end a row; default: the tokenizer's. Pass `model.generation.eos` for the union of all sources.
+        eos:      ids that end a row; default: the tokenizer's. `model.generation.eos` is the union of all sources.
         policy:   sizes that steps may have (`atbx.schedule.Policy`).
         dtype:    cast floating parameters to it; default: as they are.
         device, numerics, fallback: as in `atbx.jit`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from atbx.core.errors import OptionError
@@ -38,7 +38,7 @@ class Options:
     prompt_logprobs: int | None = None
     logprobs_mode: str = "raw"
     cancel: Callable[[], bool] | None = None
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default_factory=Sampling)
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Options:

@@ -157,7 +157,7 @@ def _check_number(
         raise OptionError(
             "is not a number that makes sense here", where=place, expected=expected, found=repr(value)
         )
-    if not lowest <= value <= highest or (open_below and value == lowest):
+    if not lowest <= float(value) <= highest or (open_below and value == lowest):
         low = f"above {lowest}" if open_below else f"{lowest}"
         raise OptionError("out of range", where=place, expected=f"{low} to {highest}", found=value)
 

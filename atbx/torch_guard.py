@@ -28,7 +28,7 @@ def cann_is_missing() -> bool:
 def import_torch() -> None:
     """Import torch, without its backends where torch_npu could not load."""
     if "torch" in sys.modules or not cann_is_missing():
-        import torch  # noqa: F401
+        import torch
 
         return
     before = os.environ.get(AUTOLOAD)

@@ -1,8 +1,8 @@
 """A language model of your own in one file: config, parameters, forward pass, and `generate` over it.
 
-The model is a small post-norm transformer with ALiBi instead of rotary embeddings and a plain GELU network, so no family
-of atbx covers it. What `atbx.generator` asks of a model is all here: a pure `forward(params, step, cache, config)` and a
-frozen config with `vocab`, `context` and `cache_spec`.
+The model is a small post-norm transformer with ALiBi instead of rotary embeddings and a plain GELU network, so no
+family of atbx covers it. What `atbx.generator` asks of a model is all here: a pure function
+`forward(params, step, cache, config)` and a frozen config with `vocab`, `context` and `cache_spec`.
 
 Run it: python examples/own_model.py
 """
@@ -60,7 +60,11 @@ def random_params(config: Config, seed: int = 0) -> dict[str, Any]:
         "embed": normal(config.vocab, M),
         "slopes": alibi_slopes(config.heads),
         "layers": [
-            {**{name: normal(*shape) for name, shape in layer.items()}, "norm": torch.ones(M), "bias": torch.zeros(M)}
+            {
+                **{name: normal(*shape) for name, shape in layer.items()},
+                "norm": torch.ones(M),
+                "bias": torch.zeros(M),
+            }
             for _ in range(config.layers)
         ],
     }

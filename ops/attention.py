@@ -287,7 +287,7 @@ to [B,T,H,D]: token t of row b stands at position lengths[b] + t; tokens past co
 
 
 def alibi_slopes(heads: int) -> torch.Tensor:
-    """ALiBi slopes [H]: 2^(-8 i / n) for the largest power of two n <= H, the rest interleaved from 2n (Press et al.)."""
+    """ALiBi slopes [H]: 2^(-8 i / n) for the largest power of two n <= H, the rest from 2n (Press et al. 2022)."""
 
     def geometric(n: int) -> list[float]:
         return [2.0 ** (-8.0 * (i + 1) / n) for i in range(n)]

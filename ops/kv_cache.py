@@ -68,8 +68,8 @@ class KVCache:
     """
 
     arena: ArenaValue
-    rows: torch.Tensor
-    lengths: torch.Tensor
+    rows: Any
+    lengths: Any
     spec: CacheSpec = static_field()
     extent: int = static_field()
     capacity: int = static_field()

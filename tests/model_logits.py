@@ -1,4 +1,4 @@
-"""Logits of a model at every position, by every path a token can take: whole prompts, chunks, ragged batches, decode."""
+"""Logits of a model at every position, by every path a token can take: prompts, chunks, ragged batches, decode."""
 
 from __future__ import annotations
 

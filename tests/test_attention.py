@@ -243,7 +243,7 @@ def test_a_row_outside_the_arena_is_refused() -> None:
 
 def test_a_chunk_that_would_overwrite_its_own_window_is_refused_at_staging() -> None:
     rows = Rows(1, 1, 1, 8, torch.float32, window=4, chunk=2)
-    with pytest.raises(ShapeError, match="ring of 5 slots.*window of 4"):
+    with pytest.raises(ShapeError, match=r"ring of 5 slots.*window of 4"):
         rows.step(3, [3])
 
 

@@ -5,7 +5,6 @@ Twelve prompts of 1 to 400 tokens and 64 new tokens each, alone, batched ragged 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +59,7 @@ def model(smollm2_path: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def oracle(smollm2_path: Path, model: Any) -> Iterator[Oracle]:
+def oracle(smollm2_path: Path, model: Any) -> Oracle:
     """transformers on the same GGUF file."""
     prompts = prompts_of(model.text)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
@@ -89,7 +88,7 @@ def oracle(smollm2_path: Path, model: Any) -> Iterator[Oracle]:
     theirs.to(torch.float64)
     fp64 = logits()
     fp32_error = [(f.double() - e).norm(dim=-1) for f, e in zip(fp32, fp64, strict=True)]
-    yield Oracle(
+    return Oracle(
         prompts, greedy, sequences, fp64, fp32_error, bf16_error, [f.norm(dim=-1) for f in fp32], fp32
     )
 

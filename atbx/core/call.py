@@ -428,7 +428,7 @@ def _read_group(call: Arguments, name: str, value: Any) -> None:
             shape = list(leaf.shape)
             shape[axis] = size
             leaves[index] = _padded(leaf, shape)
-    for index, leaf in enumerate(leaves):
+    for leaf in leaves:
         if isinstance(leaf, ArenaValue):
             call.arenas.append(leaf)
             call.values.extend(leaf.arena.tensors)

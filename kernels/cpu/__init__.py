@@ -7,8 +7,12 @@ from importlib.metadata import entry_points
 
 import torch
 
+import atbx.kernels.cpu.attention as attention
+import atbx.kernels.cpu.blocks as blocks
+import atbx.kernels.cpu.matmul as matmul
+import atbx.kernels.cpu.pointwise as pointwise
+import atbx.kernels.cpu.stock as stock
 from atbx.core.backend import Backend
-from atbx.kernels.cpu import attention, blocks, matmul, pointwise, stock
 from atbx.kernels.cpu.rules import RULES
 
 ENTRY_POINT = "atbx.kernels.cpu"

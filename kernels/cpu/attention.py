@@ -90,7 +90,7 @@ def plan_spans(
     Raises:
         CapacityError: a row would write past the extent, or its chunk past its ring.
     """
-    tokens, arena_rows, slots, window, extent, _, _ = facts
+    _, arena_rows, slots, window, extent, _, _ = facts
     host = rows.tolist(), lengths.tolist(), counts.tolist()
     check_bounds(slots, arena_rows, window, extent, *host)
     spans: list[Span] = []
