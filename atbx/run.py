@@ -205,8 +205,12 @@ class Run:
             raise AtbxError("a run decodes only after its prompts were read")
         longest = max(row.filled for row, goes_on in zip(self.rows, active, strict=True) if goes_on)
         counts = torch.tensor(active, dtype=torch.int64)
+        # Rows and lengths made anew: a step plans by them on the host, and reading what the last step handed back
+        # would wait for the device once more.
+        lengths = torch.tensor([row.filled for row in self.rows], dtype=torch.int64)
+        cache = replace(self._cache, rows=torch.arange(len(self.rows)), lengths=lengths)
         logits, self._cache = self._engine.decode(
-            self._binding, tokens, counts, self._limits, self._cache, longest, sum(active)
+            self._binding, tokens, counts, self._limits, cache, longest, sum(active)
         )
         return logits
 
