@@ -10,7 +10,7 @@ import torch
 
 from atbx.checkpoints.tokenizer import Text
 from atbx.core.binding import Binding
-from atbx.core.errors import OptionError
+from atbx.core.errors import DTypeError, OptionError
 from atbx.core.jit import Explanation, Planned
 from atbx.core.variants import CacheInfo
 from atbx.engine import Engine
@@ -72,6 +72,7 @@ class Generator:
         variants: int = 512,
         memory_limit: int | None = None,
     ) -> None:
+        _check_setup(config, policy, dtype, memory_limit)
         self.config, self.text = config, text
         self.eos = tuple(sorted(set(eos if eos is not None else (text.eos if text is not None else ()))))
         # Ids that the weights have and the tokenizer has not are padding and must never be sampled.
@@ -161,8 +162,9 @@ class Generator:
         model: list[Any] = []
         sampler: list[Any] = []
         scorer: list[Any] = []
-        for item in workload:
+        for index, item in enumerate(workload):
             request = item if isinstance(item, Request) else Request(tuple(item))
+            _check_lengths(request.prompt_lengths, f"workload[{index}]")
             options = Options.read({**request.options, "max_new_tokens": request.max_new_tokens})
             lengths = request.prompt_lengths
             limits = row_limits(lengths, options.max_new_tokens, policy.context)
@@ -196,6 +198,7 @@ class Generator:
         self, params: Any, *, prompt: int = 1, batch: int = 1, new: int = 1
     ) -> tuple[Explanation, Explanation]:
         """Kernels, fusions and cache state of a prefill step of `prompt` tokens and of the decode step after it."""
+        _check_lengths((prompt,) * batch, "prompt, batch")
         binding = self.engine.planning_binding(params)
         policy, engine = self.engine.policy, self.engine
         limits = row_limits((prompt,) * batch, new, policy.context)
@@ -218,6 +221,27 @@ class Generator:
             tally.real,
             tally.padded,
             tally.steps,
+        )
+
+
+def _check_setup(config: Any, policy: Any, dtype: Any, memory_limit: Any) -> None:
+    """Raise OptionError or DTypeError unless a generator can be made of these."""
+    for name in ("vocab", "context", "cache_spec"):
+        if not hasattr(config, name):
+            raise OptionError("a generator needs it", where=f"config.{name}", found=type(config).__name__)
+    if policy is not None and not isinstance(policy, Policy):
+        raise OptionError("must be a Policy", where="policy", found=repr(policy))
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise DTypeError("must be a floating-point dtype", where="dtype", found=repr(dtype))
+    if memory_limit is not None and (isinstance(memory_limit, bool) or not isinstance(memory_limit, int)):
+        raise OptionError("must be bytes", where="memory_limit", expected="an int", found=repr(memory_limit))
+
+
+def _check_lengths(lengths: Sequence[int], where: str) -> None:
+    """Raise OptionError unless there is a prompt and none is empty."""
+    if not lengths or min(lengths) < 1:
+        raise OptionError(
+            "needs rows of at least one token", where=where, expected="1 or more", found=tuple(lengths)
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from atbx.core.abstract import Abstract
-from atbx.core.errors import CapacityError, DTypeError, ShapeError
+from atbx.core.errors import CapacityError, DTypeError, OptionError, ShapeError
 from atbx.core.op import Cost, Op, register_op
 
 
@@ -159,6 +159,13 @@ def _attention_shape(
             "attention: q, k and v differ", expected=q.dtype, found=f"{k_arena.dtype}, {v_arena.dtype}"
         )
     _check_index_operands("attention", q.shape[0], rows, lengths, counts)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        # None would make some kernels take a default of their own.
+        raise OptionError("attention: scale must be a finite number", where="scale", found=repr(scale))
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
+        raise OptionError(
+            "attention: a soft cap bounds scores by a positive number", where="soft_cap", found=repr(soft_cap)
+        )
     for name, value in (("slopes", slopes), ("sinks", sinks)):
         if value is not None and value.shape != (heads,):
             raise ShapeError(

@@ -14,7 +14,7 @@ import torch
 
 from atbx.core.abstract import Abstract, tree_bytes
 from atbx.core.arena import Arena, ArenaValue
-from atbx.core.errors import CacheStateError, CapacityError, OptionError, TreeError
+from atbx.core.errors import CacheStateError, CapacityError, DTypeError, OptionError, TreeError
 from atbx.core.trees import node, static_field
 from atbx.ops.attention import ATTENTION, KV_WRITE
 from atbx.ops.elementwise import add
@@ -27,6 +27,17 @@ class LayerCache:
     kv_heads: int
     head_size: int
     window: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("kv_heads", "head_size", "window"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise OptionError(
+                    "a layer keeps a positive number",
+                    where=f"LayerCache.{name}",
+                    expected="1 or more",
+                    found=value,
+                )
 
 
 @dataclass(frozen=True)
@@ -105,9 +116,13 @@ def init(
     chunk is the most tokens written at once (default: capacity); it sizes the rings of windowed layers.
 
     Raises:
-        OptionError: a size is not positive.
+        OptionError: a size is not positive, or `spec` has no layer. DTypeError: dtype is not floating point.
     """
     chunk = capacity if chunk is None else chunk
+    if not spec.layers:
+        raise OptionError("a cache needs a layer", where="spec.layers", expected="1 or more", found=0)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise DTypeError("keys and values are floating point", where="dtype", found=repr(dtype))
     for name, value in (("batch", batch), ("capacity", capacity), ("chunk", chunk)):
         if value < 1:
             raise OptionError("a cache needs a positive size", where=name, expected="1 or more", found=value)
@@ -129,8 +144,12 @@ def append(cache: KVCache, k: Any, v: Any, *, layer: int, counts: Any) -> KVCach
     """Write the first counts[b] tokens of k, v [B,T,K,D] behind what row b holds; lengths stay (see `advance`).
 
     Raises:
-        CapacityError: a row would exceed the extent, or a chunk its ring.
+        CapacityError: a row would exceed the extent, or a chunk its ring. OptionError: no such layer.
     """
+    layers = len(cache.spec.layers)
+    if not 0 <= layer < layers:
+        # A negative index would write to one layer and read another.
+        raise OptionError("no such layer", where="layer", expected=f"0 to {layers - 1}", found=layer)
     tree = cache.arena.tree
     keys, values = KV_WRITE(
         k,
@@ -288,19 +307,31 @@ def load(tree: dict[str, Any], spec: CacheSpec) -> KVCache:
     Raises:
         TreeError: the tree does not fit `spec`.
     """
+    missing = [name for name in ("k", "v", "lengths", "sizes") if name not in tree]
+    if missing:
+        raise TreeError("this is no saved KV cache", mismatches=tuple(f"{name}: missing" for name in missing))
+    problems = [
+        f"{name}: expected {len(spec.layers)} layers, found {len(tree[name])}"
+        for name in ("k", "v")
+        if len(tree[name]) != len(spec.layers)
+    ]
+    if problems:
+        raise TreeError("a saved KV cache does not fit the model", mismatches=tuple(problems))
     capacity, chunk = (int(n) for n in tree["sizes"].tolist())
     lengths = tree["lengths"].clone()
     dtype = tree["k"][0].dtype
     cache = init(spec, batch=lengths.shape[0], capacity=capacity, dtype=dtype, chunk=chunk)
-    problems = []
+    problems += [
+        f"lengths/{row}: expected 0 to {capacity}, found {length}"
+        for row, length in enumerate(lengths.tolist())
+        if not 0 <= length <= capacity
+    ]
     for name in ("k", "v"):
-        if len(tree[name]) != len(spec.layers):
-            problems.append(f"{name}: expected {len(spec.layers)} layers, found {len(tree[name])}")
-            continue
         for layer, (saved, target) in enumerate(zip(tree[name], cache.arena.tree[name], strict=True)):
             fits = saved.shape[0] == target.shape[0] and saved.shape[2:] == target.shape[2:]
-            if not fits or saved.shape[1] > target.shape[1]:
-                problems.append(f"{name}/{layer}: expected {tuple(target.shape)}, found {tuple(saved.shape)}")
+            if not fits or saved.shape[1] > target.shape[1] or saved.dtype != target.dtype:
+                expected, found = (f"{tuple(t.shape)} {t.dtype}" for t in (target, saved))
+                problems.append(f"{name}/{layer}: expected {expected}, found {found}")
             else:
                 target[:, : saved.shape[1]] = saved
     if problems:
