@@ -17,12 +17,21 @@ CUMULATIVE_SLACK = 1e-6
 """Probability by which a cumulative sum may be off: probabilities are FP32, so .5 + .3 is .8 only to about 1e-7."""
 
 
-def _rows(op: str, logits: Abstract, **vectors: Abstract) -> None:
+def _rows(op: str, logits: Abstract, **vectors: tuple[Abstract, torch.dtype]) -> None:
+    """Refuse logits that are not [B,V], and vectors that are not [B] of their dtype."""
     if logits.ndim != 2 or not logits.dtype.is_floating_point:
         raise ShapeError(f"{op}: logits do not fit", expected="floats [B,V]", found=logits)
-    for name, value in vectors.items():
-        if value.shape != (logits.shape[0],):
-            raise ShapeError(f"{op}: {name} does not fit", expected=f"[{int(logits.shape[0])}]", found=value)
+    for name, (value, dtype) in vectors.items():
+        _fits(op, name, value, (int(logits.shape[0]),), dtype)
+
+
+def _fits(op: str, name: str, value: Abstract, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    expected = Abstract(shape, dtype)
+    if value.shape != shape:
+        raise ShapeError(f"{op}: {name} does not fit", expected=expected, found=value)
+    if value.dtype != dtype:
+        # FP64 would widen the result beyond what the shape rule says.
+        raise DTypeError(f"{op}: {name} has another dtype", expected=expected, found=value)
 
 
 def _wide(logits: Abstract) -> Abstract:
@@ -44,9 +53,12 @@ def _penalize_shape(
     presence: Abstract,
     frequency: Abstract,
 ) -> Abstract:
-    _rows("penalize", logits, repetition=repetition, presence=presence, frequency=frequency)
-    if seen.shape != logits.shape or counts.shape != logits.shape:
-        raise ShapeError("penalize: tables do not fit", expected=logits, found=f"{seen} and {counts}")
+    f32 = torch.float32
+    _rows(
+        "penalize", logits, repetition=(repetition, f32), presence=(presence, f32), frequency=(frequency, f32)
+    )
+    _fits("penalize", "seen", seen, logits.shape, torch.bool)
+    _fits("penalize", "counts", counts, logits.shape, torch.int32)
     return _wide(logits)
 
 
@@ -87,14 +99,13 @@ def _table_shape(op: str, logits: Abstract, ids: Abstract) -> None:
 def _bias_shape(logits: Abstract, ids: Abstract, values: Abstract) -> Abstract:
     _rows("bias_logits", logits)
     _table_shape("bias_logits", logits, ids)
-    if values.shape != ids.shape:
-        raise ShapeError("bias_logits: values do not fit", expected=ids, found=values)
+    _fits("bias_logits", "values", values, ids.shape, torch.float32)
     return _wide(logits)
 
 
 def _bias(logits: torch.Tensor, ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     used = ids >= 0
-    return logits.float().scatter_add(1, ids.clamp(min=0), torch.where(used, values, torch.zeros(())))
+    return logits.float().scatter_add(1, ids.clamp(min=0), torch.where(used, values, 0.0))
 
 
 BIAS_LOGITS = register_op(Op("bias_logits", _bias_shape, _bias, _passes(1)))
@@ -106,14 +117,14 @@ def bias_logits(logits: Any, ids: Any, values: Any) -> Any:
 
 
 def _suppress_shape(logits: Abstract, ids: Abstract, active: Abstract) -> Abstract:
-    _rows("suppress", logits, active=active)
+    _rows("suppress", logits, active=(active, torch.bool))
     _table_shape("suppress", logits, ids)
     return _wide(logits)
 
 
 def _suppress(logits: torch.Tensor, ids: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
     used = (ids >= 0) & active.unsqueeze(1)
-    marks = torch.zeros(logits.shape).scatter_add(1, ids.clamp(min=0), used.float())
+    marks = torch.zeros_like(logits, dtype=torch.float32).scatter_add(1, ids.clamp(min=0), used.float())
     return logits.float().masked_fill(marks > 0, -torch.inf)
 
 
@@ -128,7 +139,15 @@ def suppress(logits: Any, ids: Any, active: Any) -> Any:
 def _filter_shape(
     logits: Abstract, temperature: Abstract, top_k: Abstract, top_p: Abstract, min_p: Abstract
 ) -> Abstract:
-    _rows("filter_logits", logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    f32 = torch.float32
+    _rows(
+        "filter_logits",
+        logits,
+        temperature=(temperature, f32),
+        top_k=(top_k, torch.int64),
+        top_p=(top_p, f32),
+        min_p=(min_p, f32),
+    )
     return _wide(logits)
 
 
@@ -171,20 +190,20 @@ def _filter(
 ) -> torch.Tensor:
     x = logits.float()
     hot = temperature > 0
-    scaled = x / torch.where(hot, temperature, torch.ones(())).unsqueeze(1)
+    scaled = x / torch.where(hot, temperature, 1.0).unsqueeze(1)
     # A tiny temperature may overflow: what is left then is the distance to the best, which is 0 or -inf.
     scaled = torch.where(scaled.isfinite().all(1, keepdim=True), scaled, _distances(x, temperature))
     scaled = scaled.masked_fill(~_keep_top_k(scaled, top_k), -torch.inf)
     scaled = scaled.masked_fill(~_keep_top_p(scaled, top_p), -torch.inf)
     best = scaled.max(dim=1, keepdim=True).values
-    floor = torch.where(min_p > 0, min_p, torch.zeros(())).log().unsqueeze(1)
+    floor = torch.where(min_p > 0, min_p, 0.0).log().unsqueeze(1)
     scaled = scaled.masked_fill(scaled - best < floor, -torch.inf)
     greedy = torch.full_like(x, -torch.inf).scatter(1, x.argmax(dim=1, keepdim=True), 0.0)
     return torch.where(hot.unsqueeze(1), scaled, greedy)
 
 
 def _distances(x: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    safe = torch.where(temperature > 0, temperature, torch.ones(())).unsqueeze(1)
+    safe = torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
     return torch.where(x == -torch.inf, x, (x - x.max(dim=1, keepdim=True).values) / safe)
 
 
@@ -202,9 +221,7 @@ def filter_logits(logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: 
 
 
 def _draw_shape(logits: Abstract, u: Abstract) -> Abstract:
-    _rows("draw", logits, u=u)
-    if u.dtype != torch.float32:
-        raise DTypeError("draw: u must be FP32", expected="f32", found=u)
+    _rows("draw", logits, u=(u, torch.float32))
     return Abstract(u.shape, torch.int64)
 
 
@@ -244,7 +261,7 @@ def is_unusable(logits: Any) -> Any:
 
 
 def _token_logprobs_shape(logits: Abstract, tokens: Abstract) -> Abstract:
-    _rows("token_logprobs", logits, tokens=tokens)
+    _rows("token_logprobs", logits, tokens=(tokens, torch.int64))
     return Abstract(tokens.shape, torch.float32)
 
 
@@ -271,26 +288,29 @@ def _top_logprobs_shape(logits: Abstract, *, n: int) -> tuple[Abstract, Abstract
 
 def _top_logprobs(logits: torch.Tensor, *, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     x = logits.float()
-    best = x.topk(n, dim=1)
-    return best.values - x.logsumexp(dim=1, keepdim=True), best.indices
+    best = x.topk(n, dim=1).values
+    # topk orders ties as it likes, and by how many are asked for: ids are found anew, the lowest first, as argmax does.
+    rows, ids = (~(x < best[:, -1:])).nonzero(as_tuple=True)
+    order = x[rows, ids].sort(descending=True, stable=True).indices
+    order = order[rows[order].sort(stable=True).indices]
+    starts = torch.searchsorted(rows, torch.arange(x.shape[0], device=x.device))
+    found = ids[order[starts.unsqueeze(1) + torch.arange(n, device=x.device)]]
+    return best - x.logsumexp(dim=1, keepdim=True), found
 
 
 TOP_LOGPROBS = register_op(Op("top_logprobs", _top_logprobs_shape, _top_logprobs, _passes(6)))
 
 
 def top_logprobs(logits: Any, n: int) -> tuple[Any, Any]:
-    """The n largest log-probabilities of softmax(logits [B,V]) and their ids, best first: [B,n] each."""
+    """The n largest log-probabilities of softmax(logits [B,V]) and ids, best first, lowest id on ties: [B,n] each."""
     return TOP_LOGPROBS(logits, n=n)
 
 
 def _count_shape(counts: Abstract, tokens: Abstract, active: Abstract) -> Abstract:
     if counts.ndim != 2 or counts.dtype != torch.int32:
         raise ShapeError("count_tokens: counts do not fit", expected="i32 [B,V]", found=counts)
-    for name, value in (("tokens", tokens), ("active", active)):
-        if value.shape != (counts.shape[0],):
-            raise ShapeError(
-                f"count_tokens: {name} does not fit", expected=f"[{int(counts.shape[0])}]", found=value
-            )
+    _fits("count_tokens", "tokens", tokens, counts.shape[:1], torch.int64)
+    _fits("count_tokens", "active", active, counts.shape[:1], torch.bool)
     return Abstract(counts.shape, counts.dtype)
 
 
