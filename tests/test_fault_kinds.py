@@ -173,6 +173,10 @@ def test_what_a_call_was_given_may_change_afterwards() -> None:
     assert torch.equal(out, before)
     assert cache.lengths.tolist() == [2]
     assert torch.equal(cache.arena.tree["k"][0][:, :2], kept)
+    y = torch.ones(3)
+    returned = atbx.jit(lambda x: {"same": x, "part": x[1:], "sum": x + x})(y)
+    y.fill_(7.0)
+    assert [t.tolist() for t in returned.values()] == [[1.0] * 3, [1.0] * 2, [2.0] * 3]
 
 
 # --- models --------------------------------------------------------------------------------------------------------
@@ -198,14 +202,18 @@ def empty() -> KVCache:
 
 @pytest.mark.parametrize("prefix", [1, 7, 13])
 def test_a_prefix_in_the_cache_equals_one_computed_anew(prefix: int) -> None:
-    shared, endings = tokens(prefix), [tokens(5, 1), tokens(9, 2)]
+    shared, endings = tokens(prefix), [tokens(5, 1), tokens(9, 2), tokens(6, 3)]
     _, cache = fed(empty(), shared, 0)
-    for ending in endings:
-        found, _ = fed(kv_cache.fork(cache), ending, prefix)
-        close(found, plain_model.logits(PARAMS, shared + ending, CONFIG)[prefix:])
-    # The first branch left no trace in the second, nor either in their origin.
-    found, _ = fed(cache, endings[0], prefix)
-    close(found, plain_model.logits(PARAMS, shared + endings[0], CONFIG)[prefix:])
+    branches = [kv_cache.fork(cache), kv_cache.fork(cache), cache]
+    # The branches grow in turn, so that one that wrote into another's slots would show.
+    found: list[list[torch.Tensor]] = [[], [], []]
+    for start, end in ((0, 2), (2, 3), (3, 9)):
+        for index, ending in enumerate(endings):
+            part = ending[start:end]
+            logits, branches[index] = fed(branches[index], part, prefix + start)
+            found[index].append(logits)
+    for parts, ending in zip(found, endings, strict=True):
+        close(torch.cat(parts), plain_model.logits(PARAMS, shared + ending, CONFIG)[prefix:])
 
 
 def test_a_prefix_found_again_by_truncation_equals_one_computed_anew() -> None:
