@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+import numbers
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -59,22 +60,20 @@ class Options:
                 )
         values = {name: given[name] for name in own if name in given}
         for name, lowest in (("max_new_tokens", 0), ("min_new_tokens", 0)):
-            _check_count(name, values.get(name), lowest, None)
+            values[name] = _count(name, values.get(name), lowest, None)
         for name in ("logprobs", "prompt_logprobs"):
-            _check_count(name, values.get(name), 0, LARGEST_TOP)
-        if values.get("min_new_tokens") is None:
-            values.pop("min_new_tokens", None)
-        most, least = values.get("max_new_tokens"), values.get("min_new_tokens", 0)
+            values[name] = _count(name, values.get(name), 0, LARGEST_TOP)
+        values["min_new_tokens"] = values["min_new_tokens"] or 0
+        most, least = values["max_new_tokens"], values["min_new_tokens"]
         if most is not None and least > most:
             raise OptionError(
                 "exceeds max_new_tokens", where="min_new_tokens", expected=f"at most {most}", found=least
             )
         if values.get("eos") is not None:
-            values["eos"] = _ids("eos", values["eos"])
-        values["stop"] = _strings(values.get("stop", ()))
-        values["stop_tokens"] = tuple(
-            _ids(f"stop_tokens[{i}]", sequence) for i, sequence in enumerate(values.get("stop_tokens", ()))
-        )
+            # A set, so that a run's stages have the widths that were planned.
+            values["eos"] = tuple(sorted(set(_ids("eos", values["eos"]))))
+        values["stop"] = _strings(values.get("stop"))
+        values["stop_tokens"] = _sequences(values.get("stop_tokens"))
         for i, sequence in enumerate(values["stop_tokens"]):
             if not sequence:
                 raise OptionError("an empty sequence would end every row", where=f"stop_tokens[{i}]")
@@ -83,38 +82,56 @@ class Options:
                 "unknown mode",
                 where="logprobs_mode",
                 expected="'raw' or 'processed'",
-                found=values["logprobs_mode"],
+                found=str(values["logprobs_mode"]),
             )
         values["cancel"] = _canceller(values.get("cancel"))
         sampling = Sampling.from_options(**{name: given[name] for name in sampler if name in given})
         return cls(sampling=sampling, **values)
 
 
-def _check_count(name: str, value: Any, lowest: int, highest: int | None) -> None:
+def _count(name: str, value: Any, lowest: int, highest: int | None) -> int | None:
     if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise OptionError("must be a whole number", where=name, expected="an int or None", found=repr(value))
-    if value < lowest or (highest is not None and value > highest):
+    count = int(value)
+    if count < lowest or (highest is not None and count > highest):
         span = f"{lowest} or more" if highest is None else f"{lowest} to {highest}"
-        raise OptionError("out of range", where=name, expected=span, found=value)
+        raise OptionError("out of range", where=name, expected=span, found=count)
+    return count
 
 
 def _ids(where: str, value: Any) -> tuple[int, ...]:
-    items: Sequence[Any] = (value,) if isinstance(value, int) else value
-    if isinstance(items, str) or not hasattr(items, "__iter__"):
+    items: Iterable[Any] = (value,) if isinstance(value, numbers.Integral) else value
+    if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
         raise OptionError("must be token ids", where=where, expected="ints", found=repr(value))
     found = []
     for item in items:
-        if isinstance(item, bool) or not isinstance(item, int) or item < 0:
+        if isinstance(item, bool) or not isinstance(item, numbers.Integral) or int(item) < 0:
             raise OptionError(
                 "must be token ids", where=where, expected="ints of 0 or more", found=repr(item)
             )
-        found.append(item)
+        found.append(int(item))
     return tuple(found)
 
 
+def _sequences(value: Any) -> tuple[tuple[int, ...], ...]:
+    if value is None:
+        return ()
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise OptionError(
+            "must be sequences of token ids", where="stop_tokens", expected="lists of ints", found=repr(value)
+        )
+    return tuple(_ids(f"stop_tokens[{i}]", sequence) for i, sequence in enumerate(value))
+
+
 def _strings(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, bytes) or not isinstance(value, Iterable):
+        raise OptionError(
+            "must be strings", where="stop", expected="a str or a list of str", found=repr(value)
+        )
     strings = (value,) if isinstance(value, str) else tuple(value)
     for i, string in enumerate(strings):
         if not isinstance(string, str) or not string:

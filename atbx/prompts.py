@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from atbx.checkpoints.tokenizer import Text
-from atbx.core.errors import MissingExtraError, OptionError
+from atbx.core.errors import OptionError
 
 
 def read_prompts(tokens: Any, vocab: int, text: Text | None, where: str = "tokens") -> list[list[int]]:
@@ -25,8 +25,13 @@ def read_prompts(tokens: Any, vocab: int, text: Text | None, where: str = "token
         tokens = _array_rows(tokens, where)
     if isinstance(tokens, str):
         tokens = [tokens]
-    if not isinstance(tokens, Sequence):
-        raise OptionError("cannot be read as prompts", where=where, found=type(tokens).__name__)
+    if not isinstance(tokens, Sequence) or isinstance(tokens, bytes):
+        raise OptionError(
+            "cannot be read as prompts",
+            where=where,
+            expected="ids, lists of ids, an array, a string or strings",
+            found=type(tokens).__name__,
+        )
     if len(tokens) == 0:
         raise OptionError("holds no prompt", where=where, expected="at least one row of ids")
     if isinstance(tokens[0], (int, np.integer)) and not isinstance(tokens[0], bool):
@@ -35,19 +40,25 @@ def read_prompts(tokens: Any, vocab: int, text: Text | None, where: str = "token
     for index, row in enumerate(tokens):
         place = f"{where}[{index}]"
         if isinstance(row, str):
-            rows.append(_row(_encode(row, text), vocab, place))
+            rows.append(_row(_encode(row, text, place), vocab, place))
         elif isinstance(row, (torch.Tensor, np.ndarray)):
             rows.append(_row(_array_rows(row, place), vocab, place))
-        elif isinstance(row, Sequence):
+        elif isinstance(row, Sequence) and not isinstance(row, bytes):
             rows.append(_row(row, vocab, place))
         else:
             raise OptionError("is no row of ids", where=place, expected="a list of ints", found=repr(row))
     return rows
 
 
-def _encode(string: str, text: Text | None) -> list[int]:
+def _encode(string: str, text: Text | None, where: str) -> list[int]:
     if text is None:
-        raise MissingExtraError("tokenizer", "text", "a prompt given as a string")
+        raise OptionError(
+            "a string needs a tokenizer",
+            where=where,
+            expected="token ids",
+            found=repr(string),
+            hint="Pass text= to atbx.generator",
+        )
     return text.encode(string)
 
 
@@ -60,7 +71,10 @@ def _array_rows(array: Any, where: str) -> Any:
     )
     if not is_integer or array.ndim not in (1, 2):
         raise OptionError(
-            "must hold integer ids in one or two axes", where=where, found=f"{kind} with {array.ndim} axes"
+            "must hold integer ids in one or two axes",
+            where=where,
+            expected="integers [T] or [B,T]",
+            found=f"{kind} with {array.ndim} axes",
         )
     return array.tolist()
 

@@ -36,18 +36,20 @@ TABLE_WIDTHS = (0, 4, 16, 64, 256, 1024, 4096)
 TOP_WIDTHS = (0, 1, 5, 20, 100)
 """Widths of the reported alternatives; fewer are cut on the host."""
 
+LARGEST = torch.finfo(torch.float32).max
+"""Values are FP32 in the sampler; a larger one would become infinite there, and infinity times zero NaN."""
+LARGEST_INT = 2**63 - 1
+
 RANGES: dict[str, tuple[float, float, float]] = {
-    "temperature": (0.0, math.inf, 0.0),
-    "top_k": (0, math.inf, 0),
+    "temperature": (0.0, LARGEST, 0.0),
+    "top_k": (0, LARGEST_INT, 0),
     "top_p": (0.0, 1.0, 1.0),
     "min_p": (0.0, 1.0, 0.0),
-    "repetition_penalty": (0.0, math.inf, 1.0),
-    "presence_penalty": (-math.inf, math.inf, 0.0),
-    "frequency_penalty": (-math.inf, math.inf, 0.0),
+    "repetition_penalty": (0.0, LARGEST, 1.0),
+    "presence_penalty": (-LARGEST, LARGEST, 0.0),
+    "frequency_penalty": (-LARGEST, LARGEST, 0.0),
 }
 """Lowest and highest value of each option, and the value that switches it off."""
-
-LARGEST_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -84,22 +86,25 @@ class Sampling:
                     whole=name == "top_k",
                     open_below=name == "repetition_penalty",
                 )
+        if not isinstance(self.logit_bias, Mapping):
+            raise OptionError(
+                "is no mapping",
+                where="logit_bias",
+                expected="token ids to numbers",
+                found=repr(self.logit_bias),
+            )
         for token, bias in self.logit_bias.items():
             place = f"logit_bias[{token!r}]"
             if isinstance(token, bool) or not isinstance(token, numbers.Integral) or token < 0:
                 raise OptionError(
                     "is no token id", where=place, expected="an int of 0 or more", found=repr(token)
                 )
-            if (
-                isinstance(bias, bool)
-                or not isinstance(bias, numbers.Real)
-                or math.isnan(bias)
-                or bias == math.inf
-            ):
+            # A NaN compares with nothing, so it is refused too.
+            if isinstance(bias, bool) or not isinstance(bias, numbers.Real) or not bias <= LARGEST:
                 raise OptionError("is no bias", where=place, expected="a number or -inf", found=repr(bias))
         if self.seed is not None:
             for place, item in _items("seed", self.seed):
-                _check_number(place, item, -LARGEST_SEED - 1, LARGEST_SEED, whole=True)
+                _check_number(place, item, -LARGEST_INT - 1, LARGEST_INT, whole=True)
 
     @classmethod
     def from_options(cls, **given: Any) -> Sampling:
@@ -117,6 +122,12 @@ class Sampling:
     def is_on(self, *names: str) -> bool:
         """Whether any row uses one of these options."""
         return any(item != RANGES[name][2] for name in names for _, item in _items(name, getattr(self, name)))
+
+    def check_rows(self, batch: int) -> None:
+        """Raise OptionError if an option was given row by row, and not for so many rows: those not used too."""
+        for name in (*RANGES, "seed"):
+            if getattr(self, name) is not None:
+                self.column(name, batch)
 
     def column(self, name: str, batch: int) -> list[Any]:
         """An option's value of every row.
@@ -152,12 +163,14 @@ def _check_number(
     place: str, value: Any, lowest: float, highest: float, *, whole: bool = False, open_below: bool = False
 ) -> None:
     kind = numbers.Integral if whole else numbers.Real
-    if isinstance(value, bool) or not isinstance(value, kind) or math.isnan(value) or math.isinf(value):
+    # Compared, not converted: an int may be too large for a float, and a float cannot tell 2**63 - 1 from 2**63.
+    strange = isinstance(value, bool) or not isinstance(value, kind) or value != value
+    if strange or value in (math.inf, -math.inf):
         expected = "a whole number" if whole else "a finite number"
         raise OptionError(
             "is not a number that makes sense here", where=place, expected=expected, found=repr(value)
         )
-    if not lowest <= float(value) <= highest or (open_below and value == lowest):
+    if not lowest <= value <= highest or (open_below and value == lowest):
         low = f"above {lowest}" if open_below else f"{lowest}"
         raise OptionError("out of range", where=place, expected=f"{low} to {highest}", found=value)
 
@@ -229,6 +242,7 @@ class SamplerValues:
     ) -> tuple[SamplerValues, int | tuple[int, ...] | None]:
         """Values for these prompts, and the seed used (None where nothing is drawn)."""
         batch = len(prompts)
+        sampling.check_rows(batch)
         values: dict[str, Any] = {}
         seed: int | tuple[int, ...] | None = None
 
