@@ -12,7 +12,7 @@ from op_checks import check_op, run, shapes
 
 import atbx
 from atbx.core.abstract import abstract_of
-from atbx.core.errors import DTypeError, ShapeError
+from atbx.core.errors import ShapeError
 from atbx.ops.logits import (
     bias_logits,
     count_tokens,
@@ -481,61 +481,3 @@ def test_counts_grow_for_active_rows_only() -> None:
     # Compiled, a counts table that was donated is written in place, and another is not touched.
     assert torch.equal(atbx.jit(count_tokens)(counts, tokens, active), formula(0, 0, 0))
     assert counts.tolist() == [[0, 1, 0], [2, 0, 0]]
-
-
-# --- shapes and dtypes ---------------------------------------------------------------------------------------------
-
-F, I32, I64, BOOL = torch.float32, torch.int32, torch.int64, torch.bool
-OPERANDS: dict[Any, dict[str, torch.dtype | tuple[torch.dtype, int]]] = {
-    penalize: {"seen": (BOOL, 5), "counts": (I32, 5), "repetition": F, "presence": F, "frequency": F},
-    bias_logits: {"ids": (I64, 4), "values": (F, 4)},
-    suppress: {"ids": (I64, 4), "active": BOOL},
-    filter_logits: {"temperature": F, "top_k": I64, "top_p": F, "min_p": F},
-    draw: {"u": F},
-    is_unusable: {},
-    token_logprobs: {"tokens": I64},
-}
-ONE_OPERAND = [(op, name) for op, names in OPERANDS.items() for name in names]
-
-
-def operands(op: Any) -> dict[str, torch.Tensor]:
-    found = {"logits": torch.zeros(2, 5)}
-    for name, kind in OPERANDS[op].items():
-        dtype, width = kind if isinstance(kind, tuple) else (kind, 0)
-        found[name] = torch.ones((2, width) if width else (2,), dtype=dtype)
-    return found
-
-
-@pytest.mark.parametrize("op", OPERANDS, ids=lambda op: op.__name__)
-@pytest.mark.parametrize("batch", [1, 4])
-@DTYPES
-def test_compiled_ops_give_the_bits_of_their_reference_rules(op: Any, batch: int, dtype: torch.dtype) -> None:
-    given = [x[:1].expand(batch, *x.shape[1:]).contiguous() for x in operands(op).values()]
-    given[0] = random_logits(batch, 5, dtype)
-    found, expected = atbx.jit(op)(*given), run(op, *given)
-    assert torch.equal(found, expected)
-    shape = shapes(op, *(abstract_of(x) for x in given))
-    assert (tuple(shape.shape), shape.dtype) == (tuple(found.shape), found.dtype)
-
-
-@pytest.mark.parametrize(("op", "name"), ONE_OPERAND, ids=[f"{op.__name__}-{n}" for op, n in ONE_OPERAND])
-def test_operands_of_another_shape_or_dtype_are_refused_by_name(op: Any, name: str) -> None:
-    given = operands(op)
-    for wrong in (given[name][:1], given[name].unsqueeze(-1), given[name].double()):
-        attempt = {**given, name: wrong}
-        if op is bias_logits and name == "ids" and wrong.ndim == 3:
-            continue
-        with pytest.raises(
-            (ShapeError, DTypeError), match=rf"^{op.__name__}: {name} .*; expected .*, found "
-        ):
-            shapes(op, *(abstract_of(x) for x in attempt.values()))
-
-
-@pytest.mark.parametrize("op", OPERANDS, ids=lambda op: op.__name__)
-def test_logits_that_are_no_table_of_floats_are_refused(op: Any) -> None:
-    given = operands(op)
-    for wrong in (torch.zeros(5), torch.zeros(2, 1, 5), torch.zeros(2, 5, dtype=torch.int64)):
-        with pytest.raises(
-            ShapeError, match=rf"^{op.__name__}: logits do not fit; expected floats \[B,V\], found "
-        ):
-            shapes(op, *(abstract_of(x) for x in {**given, "logits": wrong}.values()))
