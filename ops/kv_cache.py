@@ -76,6 +76,8 @@ class KVCache:
     extent:   slots that a step may read and write, a bucket at or below `capacity`.
     capacity: tokens that a row can hold.
     chunk:    most tokens that a windowed arena takes at once.
+    reach:    None, or (after a truncation of a ring that had wrapped) the most tokens that each row ever held [B]: the
+              ring lost what these tokens overwrote, however short the row is now.
     """
 
     arena: ArenaValue
@@ -85,6 +87,7 @@ class KVCache:
     extent: int = static_field()
     capacity: int = static_field()
     chunk: int = static_field()
+    reach: Any = None
 
     def advance(self, counts: Any) -> KVCache:
         """The cache after `counts` [B] tokens were written."""
@@ -234,29 +237,35 @@ def truncate(cache: KVCache, lengths: Sequence[int] | torch.Tensor) -> KVCache:
         raise CapacityError(
             "one length a row", expected=tuple(cache.lengths.shape), found=tuple(wanted.shape)
         )
-    for row, (new, old) in enumerate(zip(wanted.tolist(), cache.lengths.tolist(), strict=True)):
+    reach = cache.lengths if cache.reach is None else torch.maximum(cache.lengths, cache.reach)
+    # A row cut to nothing starts anew.
+    reach = torch.where(wanted == 0, 0, reach)
+    slots = [cache.spec.slots(i, cache.capacity, cache.chunk) for i in range(len(cache.spec.layers))]
+    rings = [
+        (i, layer.window, slots[i]) for i, layer in enumerate(cache.spec.layers) if layer.window is not None
+    ]
+    host = wanted.tolist(), cache.lengths.tolist(), reach.tolist()
+    for row, (new, old, most) in enumerate(zip(*host, strict=True)):
         if not 0 <= new <= old:
             raise CapacityError(
                 "cannot truncate to this length", where=f"row {row}", expected=f"0 to {old}", found=new
             )
-        for layer, spec in enumerate(cache.spec.layers):
-            slots = cache.spec.slots(layer, cache.capacity, cache.chunk)
-            if spec.window is None or old <= slots or new == old:
-                continue
-            if max(0, new - spec.window + 1) < old - slots:
+        for layer, window, size in rings:
+            if new not in (0, old) and max(0, new - window + 1) < most - size:
                 raise CacheStateError(
-                    f"layer {layer} keeps a window of {spec.window} tokens in {slots} slots, and the keys that "
+                    f"layer {layer} keeps a window of {window} tokens in {size} slots, and the keys that "
                     f"length {new} needs were overwritten",
                     where=f"row {row}",
-                    expected=f"a length of at least {old - slots + spec.window - 1}",
+                    expected=f"a length of at least {most - size + window - 1}",
                     found=new,
                 )
-    return replace(cache, lengths=wanted)
+    has_wrapped = any(most > size for most in host[2] for _, _, size in rings)
+    return replace(cache, lengths=wanted, reach=reach if has_wrapped else None)
 
 
 def fork(cache: KVCache) -> KVCache:
     """An independent copy: neither cache ever sees what is written to the other."""
-    return _gathered(cache, cache.rows.tolist(), cache.lengths)
+    return _gathered(cache, cache.rows.tolist(), cache.lengths, cache.reach)
 
 
 def select(cache: KVCache, indices: Sequence[int]) -> KVCache:
@@ -276,16 +285,19 @@ def select(cache: KVCache, indices: Sequence[int]) -> KVCache:
             )
     chosen = torch.tensor(list(indices), dtype=torch.int64)
     rows, lengths = cache.rows[chosen], cache.lengths[chosen]
+    reach = None if cache.reach is None else cache.reach[chosen]
     if len(set(rows.tolist())) == len(rows):
-        return replace(cache, rows=rows, lengths=lengths)
-    return _gathered(cache, rows.tolist(), lengths)
+        return replace(cache, rows=rows, lengths=lengths, reach=reach)
+    return _gathered(cache, rows.tolist(), lengths, reach)
 
 
-def _gathered(cache: KVCache, rows: list[int], lengths: torch.Tensor) -> KVCache:
+def _gathered(cache: KVCache, rows: list[int], lengths: torch.Tensor, reach: torch.Tensor | None) -> KVCache:
     tree = cache.arena.tree
     copied = {name: [leaf[rows].clone() for leaf in leaves] for name, leaves in tree.items()}
     fresh = torch.arange(len(rows), dtype=torch.int64)
-    return replace(cache, arena=cache.arena.replaced(copied), rows=fresh, lengths=lengths.clone())
+    reach = None if reach is None else reach.clone()
+    arena = cache.arena.replaced(copied)
+    return replace(cache, arena=arena, rows=fresh, lengths=lengths.clone(), reach=reach)
 
 
 def save(cache: KVCache) -> dict[str, Any]:
@@ -298,7 +310,8 @@ def save(cache: KVCache) -> dict[str, Any]:
         for name in ("k", "v")
     }
     sizes = torch.tensor([cache.capacity, cache.chunk], dtype=torch.int64)
-    return {"lengths": copy.lengths, "sizes": sizes, **keep}
+    reach = {} if copy.reach is None else {"reach": copy.reach}
+    return {"lengths": copy.lengths, "sizes": sizes, **reach, **keep}
 
 
 def load(tree: dict[str, Any], spec: CacheSpec) -> KVCache:
@@ -336,4 +349,5 @@ def load(tree: dict[str, Any], spec: CacheSpec) -> KVCache:
                 target[:, : saved.shape[1]] = saved
     if problems:
         raise TreeError("a saved KV cache does not fit the model", mismatches=tuple(problems))
-    return replace(cache, lengths=lengths)
+    reach = tree.get("reach")
+    return replace(cache, lengths=lengths, reach=None if reach is None else reach.clone())

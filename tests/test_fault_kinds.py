@@ -151,7 +151,21 @@ def test_a_cached_prefix_is_reused_only_where_every_layer_kept_it() -> None:
     # The window's five slots hold positions 3..7: three tokens would need positions 0..2.
     with pytest.raises(CacheStateError, match=r"row 0: layer 1 keeps a window of 4 tokens.*found 3"):
         kv_cache.truncate(cache, [3])
-    assert kv_cache.truncate(cache, [6]).lengths.tolist() == [6]
+    shorter = kv_cache.truncate(cache, [6])
+    assert shorter.lengths.tolist() == [6]
+    # Cut once, the ring is no longer than what it lost, and still has lost it: for copies and saved caches too.
+    for value in (
+        shorter,
+        kv_cache.fork(shorter),
+        kv_cache.select(shorter, [0]),
+        kv_cache.load(kv_cache.save(shorter), spec),
+    ):
+        with pytest.raises(CacheStateError, match=r"row 0: layer 1.*at least 6.*found 5"):
+            kv_cache.truncate(value, [5])
+        assert kv_cache.truncate(value, [0]).reach is None
+    regrown = step(draw(1, 1, 1, 4), shorter, torch.tensor([1]))
+    with pytest.raises(CacheStateError, match=r"at least 6.*found 5"):
+        kv_cache.truncate(regrown, [5])
 
 
 @pytest.mark.parametrize("batch", [1, 3])
