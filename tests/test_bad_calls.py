@@ -269,6 +269,10 @@ def mixes(x: Any) -> Any:
     return ops.softmax(x, axis=0)
 
 
+def merges(x: Any) -> Any:
+    return ops.reshape(x, (-1,))
+
+
 def promotes(x: Any) -> Any:
     return x + ops.cast(x, torch.bfloat16)
 
@@ -310,6 +314,12 @@ def line(function: Callable[..., Any]) -> str:
         lambda: atbx.jit(mixes, buckets=bucket(("x", 0)))(X),
         errors.BucketError,
         line(mixes) + ": softmax mixes along axis 0 of operand 0.*'T'",
+    ),
+    (
+        "merged-buckets",
+        lambda: atbx.jit(merges, buckets={**bucket(("x", 0)), "M": Bucket((("x", 1),), (2,))})(X),
+        errors.BucketError,
+        "axis 0 of output result merges bucketed axes",
     ),
     ("promotion", lambda: atbx.jit(promotes)(X), errors.DTypeError, "add.*f32.*bf16|add.*bf16.*f32"),
 )

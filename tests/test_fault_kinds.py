@@ -255,6 +255,26 @@ def test_a_prompt_past_its_chunk_equals_one_pass(length: int) -> None:
     assert chunked.argmax(1).tolist() == plain_model.logits(PARAMS, whole, CONFIG).argmax(1).tolist()
 
 
+def test_decoding_across_a_bucket_of_the_extent_equals_one_pass() -> None:
+    # The first row passes 256 slots, the second ends before, the third never comes near.
+    prompts = [tokens(250), tokens(255, 1), tokens(3, 2)]
+    whole = all_logits(engine_of(llama.forward, CONFIG, dtype=None), PARAMS, [[*p, 0] for p in prompts])
+    ends = int(whole[1][-2].argmax())
+    generate = atbx.generator(llama.forward, CONFIG, eos=[ends])
+    result = generate(PARAMS, prompts, max_new_tokens=12)
+    assert result.tokens[1] == [ends]
+    assert {"cache.extent=256", "cache.extent=512"} <= set(
+        " ".join(generate.cache_info().model.names).split()
+    )
+    checked = all_logits(
+        engine_of(llama.forward, CONFIG, dtype=None),
+        PARAMS,
+        [p + t for p, t in zip(prompts, result.tokens, strict=True)],
+    )
+    for logits, prompt, found in zip(checked, prompts, result.tokens, strict=True):
+        assert logits[len(prompt) - 1 : -1].argmax(1).tolist() == found
+
+
 @dataclass(frozen=True)
 class Alternating(LlamaConfig):
     """A Llama whose even layers attend through a window of four."""
