@@ -16,6 +16,7 @@ from atbx.core import trees
 from atbx.core.abstract import Abstract
 from atbx.core.backend import Preparation
 from atbx.core.errors import BindingError, DonationError
+from atbx.core.exact import exact_params
 from atbx.core.program import Equation, Literal, Var
 
 DONATED = "_atbx_donated"
@@ -138,7 +139,7 @@ class Preparer:
             return "leaf", self._leaf[var], var.abstract.dtype
         equation, index = self._maker[var]
         inputs = tuple(self.key(x) if isinstance(x, Var) else x for x in equation.inputs)
-        return equation.op.name, tuple(sorted(equation.params.items())), inputs, index
+        return equation.op.name, exact_params(equation.params), inputs, index
 
     def _leaves_of(self, var: Var) -> set[int]:
         if var in self._leaf:

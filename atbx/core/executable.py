@@ -116,7 +116,7 @@ class Executable:
             reads: list[int] = []
             for position, atom in enumerate(equation.inputs):
                 if isinstance(atom, Literal):
-                    reads.append(self._slot(("literal", type(atom.value), atom.value), atom.value))
+                    reads.append(self._slot(("literal", atom), atom.value))
                 elif atom in fed:
                     assert preparer is not None
                     if position in packs:

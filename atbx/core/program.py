@@ -5,13 +5,14 @@ A program prints like a jaxpr, is compared by structure, counted, costed, and re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from atbx.core.abstract import Abstract
+from atbx.core.exact import exact, exact_params
 from atbx.core.op import Cost, Op
 
 
@@ -23,11 +24,20 @@ class Var:
     path: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Literal:
-    """An operand that is no tensor: a weak Python scalar, or None for an operand left out."""
+    """An operand that is no tensor: a weak Python scalar, or None for an operand left out.
+
+    Compared by type and value: 1, True and 1.0 differ, and so do 0.0 and -0.0.
+    """
 
     value: bool | int | float | None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Literal) and exact(self.value) == exact(other.value)
+
+    def __hash__(self) -> int:
+        return hash(exact(self.value))
 
 
 Atom = Var | Literal
@@ -82,12 +92,13 @@ class Program:
         """Same structure: ops, operands, params, shapes, constants; names, scopes and sources do not count."""
         if not isinstance(other, Program):
             return NotImplemented
-        if format_program(self, structure=True) != format_program(other, structure=True):
+        if _structure(self) != _structure(other):
             return False
-        return all(torch.equal(a, b) for (_, a), (_, b) in zip(self.constants, other.constants, strict=True))
+        pairs = zip(self.constants, other.constants, strict=True)
+        return all(torch.equal(_bits(a), _bits(b)) for (_, a), (_, b) in pairs)
 
     def __hash__(self) -> int:
-        return hash(format_program(self, structure=True))
+        return hash(_structure(self))
 
     def cost(self) -> Cost:
         """FLOPs and bytes of all equations."""
@@ -118,6 +129,28 @@ class Program:
         return replace(self, equations=tuple(equations))
 
 
+def _structure(program: Program) -> Hashable:
+    """What makes two programs equal, apart from the constants' entries: values are numbered as they appear."""
+    numbers: dict[Var, int] = {}
+
+    def atom(value: Atom) -> Hashable:
+        return numbers.setdefault(value, len(numbers)) if isinstance(value, Var) else value
+
+    def made(var: Var) -> Hashable:
+        return atom(var), exact(var.abstract.shape), var.abstract.dtype
+
+    inputs = tuple(map(made, (*program.inputs, *(var for var, _ in program.constants))))
+    equations = tuple(
+        (e.op.name, exact_params(e.params), tuple(map(atom, e.inputs)), tuple(map(made, e.outputs)))
+        for e in program.equations
+    )
+    return len(program.inputs), inputs, equations, tuple(map(atom, program.outputs))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
 def _names() -> Iterator[str]:
     length = 0
     while True:
@@ -135,11 +168,8 @@ def _format_param(value: Any) -> str:
     return value.__name__ if callable(value) and hasattr(value, "__name__") else repr(value)
 
 
-def format_program(program: Program, *, structure: bool = False) -> str:
-    """`program` as text, one equation a line.
-
-    With `structure`, only what makes two programs equal: no input paths and no scopes.
-    """
+def format_program(program: Program) -> str:
+    """`program` as text, one equation a line."""
     fresh = _names()
     names: dict[Var, str] = {}
 
@@ -155,19 +185,14 @@ def format_program(program: Program, *, structure: bool = False) -> str:
 
     lines = ["{ program"]
     for var in program.inputs:
-        lines.append(f"    in {typed(var)}" + ("" if structure or not var.path else f"  # {var.path}"))
+        lines.append(f"    in {typed(var)}" + (f"  # {var.path}" if var.path else ""))
     for var, _ in program.constants:
         lines.append(f"    const {typed(var)}")
     for equation in program.equations:
         params = " ".join(f"{k}={_format_param(v)}" for k, v in sorted(equation.params.items()))
         left = " ".join(typed(v) for v in equation.outputs)
         right = " ".join([equation.op.name + (f"[{params}]" if params else ""), *map(name, equation.inputs)])
-        comment = f"  # {equation.scope}" if equation.scope and not structure else ""
+        comment = f"  # {equation.scope}" if equation.scope else ""
         lines.append(f"    {left} = {right}{comment}")
     lines.append(f"    out {' '.join(name(atom) for atom in program.outputs)}")
     return "\n".join([*lines, "}"])
-
-
-def map_atoms(atoms: Iterable[Atom], substitute: Callable[[Atom], Atom]) -> tuple[Atom, ...]:
-    """Atoms after a substitution."""
-    return tuple(substitute(atom) for atom in atoms)

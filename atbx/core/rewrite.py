@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from atbx.core.exact import exact_params
 from atbx.core.op import Op
 from atbx.core.program import Atom, Equation, Literal, Program, Var
 
@@ -37,7 +38,7 @@ def share_common(program: Program) -> Program:
     for equation in program.equations:
         inputs = tuple(same.get(x, x) if isinstance(x, Var) else x for x in equation.inputs)
         equation = replace(equation, inputs=inputs)
-        key = (equation.op, inputs, tuple(sorted(equation.params.items())))
+        key = (equation.op, inputs, exact_params(equation.params))
         if not equation.op.updates and key in seen:
             same.update(zip(equation.outputs, seen[key], strict=True))
             continue

@@ -146,6 +146,7 @@ class Trace:
     def __init__(self) -> None:
         self.equations: list[Equation] = []
         self.constants: dict[int, tuple[Var, torch.Tensor]] = {}
+        self._captured: list[torch.Tensor] = []
 
     def atom(self, value: Any, op: Op) -> Atom:
         """The atom of an operand."""
@@ -178,6 +179,8 @@ class Trace:
         if id(tensor) not in self.constants:
             # A copy, so that a later change of the tensor cannot change one variant and not another.
             self.constants[id(tensor)] = (Var(Abstract(tuple(tensor.shape), tensor.dtype)), tensor.clone())
+            # Kept alive while staging: the next temporary tensor could otherwise be given the same id.
+            self._captured.append(tensor)
         return self.constants[id(tensor)][0]
 
     def apply(self, op: Op, operands: tuple[Any, ...], params: dict[str, Any]) -> Any:
