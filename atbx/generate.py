@@ -146,13 +146,17 @@ class Generator:
     def plan(self, params: Any, workload: Iterable[Request | Sequence[int]]) -> tuple[Planned, ...]:
         """Every variant that these requests can need; nothing is compiled. A list of prompt lengths is a request."""
         model, sampler, scorer = self._planned(params, workload)
-        return (*self.engine.forward.plan(model), *self.sampler.plan(sampler), *self.scorer.plan(scorer))
+        return (
+            *self.engine.forward.plan(model),
+            *self.sampler.program.plan(sampler),
+            *self.scorer.program.plan(scorer),
+        )
 
     def warm(self, params: Any, workload: Iterable[Request | Sequence[int]]) -> int:
         """Compile every variant that these requests can need; returns how many were compiled."""
         model, sampler, scorer = self._planned(params, workload)
         compiled = self.engine.forward.warm(model)
-        return compiled + self.sampler.warm(sampler) + self.scorer.warm(scorer)
+        return compiled + self.sampler.program.warm(sampler) + self.scorer.program.warm(scorer)
 
     def _planned(
         self, params: Any, workload: Iterable[Request | Sequence[int]]
@@ -186,12 +190,12 @@ class Generator:
 
     def freeze(self) -> None:
         """From now on a shape or stage that is not compiled raises FrozenCacheError."""
-        for program in (self.engine.forward, *self.sampler.programs, *self.scorer.programs):
+        for program in (self.engine.forward, self.sampler.program, self.scorer.program):
             program.freeze()
 
     def unfreeze(self) -> None:
         """Let misses compile again."""
-        for program in (self.engine.forward, *self.sampler.programs, *self.scorer.programs):
+        for program in (self.engine.forward, self.sampler.program, self.scorer.program):
             program.unfreeze()
 
     def explain(
@@ -216,8 +220,8 @@ class Generator:
         tally = self.engine.tally
         return GeneratorInfo(
             self.engine.forward.cache_info(),
-            self.sampler.cache_info(),
-            self.scorer.cache_info(),
+            self.sampler.program.cache_info(),
+            self.scorer.program.cache_info(),
             tally.real,
             tally.padded,
             tally.steps,

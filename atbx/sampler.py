@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,9 +11,8 @@ from atbx.compile import jit
 from atbx.core.abstract import abstract_of
 from atbx.core.buckets import Bucket
 from atbx.core.errors import AtbxError
-from atbx.core.jit import Jit, Planned
+from atbx.core.jit import Jit
 from atbx.core.trees import map_leaves
-from atbx.core.variants import CacheInfo
 from atbx.options import Options
 from atbx.results import TokenLogprobs
 from atbx.sampling import Sampled, SamplerStep, SamplerValues, Stages, sample_step
@@ -37,11 +36,6 @@ class SamplerPrograms:
             capacity=capacity,
         )
 
-    @property
-    def programs(self) -> tuple[Jit, ...]:
-        """Everything that can be frozen."""
-        return (self.program,)
-
     def planned(
         self, owner: Generator, options: Options, batch: int, dtype: torch.dtype
     ) -> list[tuple[Any, ...]]:
@@ -51,18 +45,6 @@ class SamplerPrograms:
         logits = torch.empty(batch, owner.config.vocab, dtype=dtype, device="meta")
         args = (logits, run.values, run.counts, run.step_values([True] * batch))
         return [(*map_leaves(abstract_of, args), run.stages, owner.vocab)]
-
-    def plan(self, workload: Iterable[Sequence[Any]]) -> tuple[Planned, ...]:
-        """Variants that these steps need."""
-        return self.program.plan(workload)
-
-    def warm(self, workload: Iterable[Sequence[Any]]) -> int:
-        """Compile them; returns how many were."""
-        return self.program.warm(workload)
-
-    def cache_info(self) -> CacheInfo:
-        """The sampler's variant cache."""
-        return self.program.cache_info()
 
 
 class SamplerRun:

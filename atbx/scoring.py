@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,8 @@ import torch
 from atbx.compile import jit
 from atbx.core.abstract import Abstract
 from atbx.core.buckets import Bucket
-from atbx.core.jit import Jit, Planned
+from atbx.core.jit import Jit
 from atbx.core.trees import node
-from atbx.core.variants import CacheInfo
 from atbx.ops.logits import token_logprobs, top_logprobs
 from atbx.results import TokenLogprobs
 from atbx.sampling import TOP_WIDTHS
@@ -44,11 +43,6 @@ class Scorer:
             score_tokens, static=("top",), buckets={"W": rows}, device=device, capacity=capacity
         )
 
-    @property
-    def programs(self) -> tuple[Jit, ...]:
-        """Everything that can be frozen."""
-        return (self.program,)
-
     def logprobs(self, logits: torch.Tensor, targets: Sequence[int], top: int) -> list[TokenLogprobs]:
         """Log-probability of each target under its row of logits [W, V], with the `top` best tokens."""
         result = self.program(logits, torch.tensor(targets, dtype=torch.int64), _width(top))
@@ -73,18 +67,6 @@ class Scorer:
                     targets = Abstract((scored,), torch.int64)
                     found.append((Abstract((scored, vocab), dtype), targets, _width(top)))
         return found
-
-    def plan(self, workload: Iterable[Sequence[Any]]) -> tuple[Planned, ...]:
-        """Variants that these calls need."""
-        return self.program.plan(workload)
-
-    def warm(self, workload: Iterable[Sequence[Any]]) -> int:
-        """Compile them; returns how many were."""
-        return self.program.warm(workload)
-
-    def cache_info(self) -> CacheInfo:
-        """The scorer's variant cache."""
-        return self.program.cache_info()
 
 
 def _width(top: int) -> int:
