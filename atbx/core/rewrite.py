@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from atbx.core.errors import AtbxError
 from atbx.core.exact import exact_params
+from atbx.core.memory import storage_roots
 from atbx.core.op import Op
 from atbx.core.program import Atom, Equation, Literal, Program, Var
 
@@ -153,10 +155,11 @@ def _unify(pattern: Pattern, equation: Equation, atoms: dict[str, Atom]) -> dict
 
 
 class _Uses:
-    """Where each value is read, for one list of equations."""
+    """Where each value is read and whose storage it may share, for one list of equations."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
+        self.roots = storage_roots(program)
         self.readers: dict[Var, list[int]] = program.uses()
 
     def candidates(self, pattern: Pattern, atoms: dict[str, Atom]) -> Iterable[int]:
@@ -201,8 +204,12 @@ def _find(
 
 
 def _is_closed(rule: FusionRule, uses: _Uses, atoms: dict[str, Atom], chosen: list[int]) -> bool:
-    """Whether no intermediate is read outside the match."""
+    """Whether no intermediate is read outside the match, nor by it under the name of an outer operand."""
     inside = set(chosen)
+    results = {name for pattern in rule.pattern for name in pattern.outputs}
+    made = {atoms[name] for name in results}
+    if any(atom in made for name, atom in atoms.items() if name not in results):
+        return False
     for pattern in rule.pattern:
         for name in pattern.outputs:
             if name in rule.outputs:
@@ -218,15 +225,17 @@ def _is_movable(uses: _Uses, chosen: list[int]) -> bool:
     update of a value it reads lies in between."""
     inside, last = set(chosen), max(chosen)
     equations = uses.program.equations
+    roots = uses.roots
     produced = {v for i in chosen for v in equations[i].outputs}
-    read = {v for i in chosen for v in equations[i].input_vars()}
+    read = {roots.get(v, v) for i in chosen for v in equations[i].input_vars()}
     for index in range(min(chosen), last):
         if index in inside:
             continue
         between = equations[index]
         if any(v in produced for v in between.input_vars()):
             return False
-        if any(between.inputs[operand] in read for operand, _ in between.op.updates):
+        updated = [between.inputs[operand] for operand, _ in between.op.updates]
+        if any(isinstance(x, Var) and roots.get(x, x) in read for x in updated):
             return False
     return True
 
@@ -259,11 +268,33 @@ def fuse(
                 continue
             builder = Builder(match)
             rule.build(match, builder)
+            _check_replacement(rule, match, builder, uses, chosen)
             taken.update(chosen)
             replacements[max(chosen)] = builder
         if taken:
             program = _replace(program, replacements, taken)
     return program, tuple(report)
+
+
+def _check_replacement(
+    rule: FusionRule, match: Match, builder: Builder, uses: _Uses, inside: Sequence[int]
+) -> None:
+    """Raise AtbxError unless the replacement gives every result that is read, as it was."""
+    for name in rule.outputs:
+        old = match.atoms[name]
+        assert isinstance(old, Var)
+        if all(i in inside for i in uses.readers.get(old, ())):
+            continue
+        new = builder.replaced.get(old)
+        if new is None or (new.abstract.shape, new.abstract.dtype) != (
+            old.abstract.shape,
+            old.abstract.dtype,
+        ):
+            raise AtbxError(
+                f"fusion rule {rule.name!r} does not replace its result {name!r}",
+                expected=str(old.abstract),
+                found="nothing" if new is None else str(new.abstract),
+            )
 
 
 def _replace(program: Program, replacements: dict[int, Builder], taken: set[int]) -> Program:

@@ -216,6 +216,11 @@ class Trace:
         atoms: list[Atom] = []
         for value, path in zip(outputs, paths, strict=True):
             if isinstance(value, Staged):
+                if value.trace is not self:
+                    raise StagingError(
+                        f"output {path or 'result'} was staged by another call",
+                        hint="A value must not outlive the function that made it",
+                    )
                 atoms.append(value.var)
             elif isinstance(value, (bool, int, float)):
                 atoms.append(Literal(value))
