@@ -69,7 +69,7 @@ class Kernel:
     plan:     the host plan, if the kernel needs one.
     tier:     one of `TIERS`.
     launches: kernel launches it costs.
-    writes_out: the function takes preallocated result tensors as its last arguments.
+    writes_out: the function takes preallocated result tensors as its last arguments, after the host plan.
     """
 
     name: str
@@ -146,6 +146,8 @@ class Backend:
         refused: list[Refusal] = []
         for kernel in self.table.get(equation.op.name, ()):
             reason = kernel.refuses(equation)
+            if reason is None and kernel.writes_out and (equation.op.views or equation.op.updates):
+                reason = "a result that shares memory with an operand cannot be written elsewhere"
             if reason is None:
                 for operand in kernel.packs(equation):
                     atom = equation.inputs[operand]
@@ -187,11 +189,11 @@ class RunInterpreter:
         inputs = tuple(Var(a) if isinstance(a, Abstract) else Literal(a) for a in abstracts)
         equation = Equation(op, inputs, tuple(Var(a) for a in results), params)
         kernel = self.backend.choose(equation, frozenset()).kernel
-        run = kernel.make(equation)
-        if kernel.writes_out:
-            out = [torch.empty(a.shape, dtype=a.dtype, device=self.backend.device) for a in results]
-            return run(*operands, *out)
+        reads = list(operands)
         if kernel.plan is not None:
-            plan = kernel.plan.make(kernel.plan.key(equation), *(operands[i] for i in kernel.plan.operands))
-            return run(*operands, plan)
-        return run(*operands)
+            planned = (operands[i] for i in kernel.plan.operands)
+            reads.append(kernel.plan.make(kernel.plan.key(equation), *planned))
+        if kernel.writes_out:
+            device = self.backend.device
+            reads += [torch.empty(a.shape, dtype=a.dtype, device=device) for a in results]
+        return kernel.make(equation)(*reads)

@@ -7,7 +7,7 @@ list, and no model function or op is entered.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,31 +46,43 @@ class Lowered:
     copies: tuple[str, ...]
 
 
-def with_copies(program: Program, owned: Sequence[Var]) -> tuple[Program, tuple[str, ...]]:
+def with_copies(
+    program: Program, owned: Sequence[Var], prepared: Iterable[Var] = ()
+) -> tuple[Program, tuple[str, ...]]:
     """`program` with a visible copy before each update that may not be done in place, and after each output that
-    would otherwise share memory with an input. The second value says what was copied and why."""
+    would otherwise share memory with an input, with a `prepared` value or with another output.
+
+    The second value says what was copied and why. Equations that need no copy stay the same objects.
+    """
     notes: list[str] = []
-    needed = copies_needed(program, owned)
+    needed = copies_needed(program, owned, prepared)
     equations: list[Equation] = []
     for index, equation in enumerate(program.equations):
         inputs = list(equation.inputs)
-        for (where, operand), var in needed.items():
-            if where == index:
+        for operand, _ in equation.op.updates:
+            var = needed.get((index, operand))
+            if var is not None:
                 copy = Var(var.abstract)
                 equations.append(Equation(COPY, (var,), (copy,), {}, equation.scope, equation.source))
                 inputs[operand] = copy
                 notes.append(f"{equation.op.name} operand {operand} is read later, or was not donated")
-        equations.append(replace(equation, inputs=tuple(inputs)))
+        changed = tuple(inputs) != equation.inputs
+        equations.append(replace(equation, inputs=tuple(inputs)) if changed else equation)
     program = program.with_equations(equations)
     roots = storage_roots(program)
-    foreign = {*program.inputs, *(v for v, _ in program.constants)} - set(owned)
+    foreign = {*program.inputs, *(v for v, _ in program.constants), *prepared} - set(owned)
+    leaving: set[Var] = set()
     outputs: list[Atom] = []
     for atom in program.outputs:
-        if isinstance(atom, Var) and roots.get(atom, atom) in foreign:
-            copy = Var(atom.abstract)
-            equations.append(Equation(COPY, (atom,), (copy,)))
-            notes.append("an output would share memory with an argument")
-            atom = copy
+        if isinstance(atom, Var):
+            root = roots.get(atom, atom)
+            if root in foreign or root in leaving:
+                copy = Var(atom.abstract)
+                equations.append(Equation(COPY, (atom,), (copy,)))
+                other = "an argument or a constant" if root in foreign else "another output"
+                notes.append(f"an output would share memory with {other}")
+                atom = copy
+            leaving.add(root)
         outputs.append(atom)
     return replace(program, equations=tuple(equations), outputs=tuple(outputs)), tuple(notes)
 
@@ -105,7 +117,7 @@ class Executable:
         front: list[Call] = []
         calls: list[Call] = []
         planned: dict[Hashable, int] = {}
-        dynamic_inputs = {v for v in program.inputs if v not in bound}
+        known = {*program.inputs, *(v for v, _ in program.constants), *fed}
         choices = iter(lowered.choices)
         for equation in program.equations:
             if id(equation) in prepared:
@@ -133,7 +145,8 @@ class Executable:
                 identity = (kernel.plan, key, operands)
                 if identity not in planned:
                     planned[identity] = self._slot(identity)
-                    early = all(equation.inputs[i] in dynamic_inputs for i in kernel.plan.operands)
+                    atoms = [equation.inputs[i] for i in kernel.plan.operands]
+                    early = all(isinstance(x, Literal) or x in known for x in atoms)
                     plan_call = Call(
                         _PlanMaker(kernel.plan.make, key), operands, (planned[identity],), (), "plan"
                     )
@@ -146,17 +159,11 @@ class Executable:
             label = f"{equation.scope}:{equation.op.name}" if equation.scope else equation.op.name
             calls.append(Call(kernel.make(equation), tuple(reads), outs, (), label))
         self._outputs: tuple[Any, ...] = tuple(
-            atom.value if isinstance(atom, Literal) else self._output_slot(atom, fed, preparer)
-            for atom in program.outputs
+            atom.value if isinstance(atom, Literal) else self._slot(atom) for atom in program.outputs
         )
         self.output_is_slot = tuple(isinstance(atom, Var) for atom in program.outputs)
         self.front = tuple(front)
         self.calls = self._with_drops(calls)
-
-    def _output_slot(self, atom: Var, fed: set[Var], preparer: Preparer | None) -> int:
-        if atom in fed and preparer is not None:
-            return self._slot(("kept", atom), preparer.value(atom))
-        return self._slot(atom)
 
     def _workspace(self) -> dict[Var, torch.Tensor]:
         """Views of one preallocated buffer for the results that kernels write into."""
@@ -234,23 +241,26 @@ def lower(
 ) -> Lowered:
     """Choose a kernel for every equation of the step and plan its memory."""
     from_params = bound if is_bound else ()
-    program, copies = with_copies(program, owned)
-    prepared, step = split_prepared(program, from_params)
-    fed = frozenset([*from_params, *(v for e in prepared for v in e.outputs)])
-    choices = tuple(backend.choose(e, fed, fallback) for e in step)
-    writes_out = {v for c in choices if c.kernel.writes_out for v in c.equation.outputs}
+    once = split_prepared(program, from_params)[0]
+    program, copies = with_copies(program, owned, [v for e in once for v in e.outputs])
+    # Not split anew: a copy that protects a prepared value is made in every step.
+    is_prepared = set(map(id, once))
+    step = tuple(e for e in program.equations if id(e) not in is_prepared)
+    fed = frozenset([*from_params, *(v for e in once for v in e.outputs)])
+    choices = [backend.choose(e, fed, fallback) for e in step]
     # A result that leaves the step gets memory of its own: outputs never alias an executable's buffers.
     roots = storage_roots(program)
     leaving = {roots.get(a, a) for a in program.outputs if isinstance(a, Var)}
-    skip = [v for e in program.equations for v in e.outputs if v not in writes_out or v in leaving]
-    step_program = program.with_equations(step)
-    memory = plan_memory(step_program, skip)
-    refused = [c for c in choices if c.kernel.writes_out and any(v in leaving for v in c.equation.outputs)]
-    choices = tuple(_returning(c) if c in refused else c for c in choices)
-    return Lowered(program, tuple(from_params), prepared, choices, memory, copies)
+    for index, choice in enumerate(choices):
+        if choice.kernel.writes_out and any(v in leaving for v in choice.equation.outputs):
+            choices[index] = _returning(choice, backend.device)
+    planned = {v for c in choices if c.kernel.writes_out for v in c.equation.outputs}
+    skip = [v for e in step for v in e.outputs if v not in planned]
+    memory = plan_memory(program.with_equations(step), skip)
+    return Lowered(program, tuple(from_params), once, tuple(choices), memory, copies)
 
 
-def _returning(choice: Choice) -> Choice:
+def _returning(choice: Choice, device: torch.device) -> Choice:
     """The same kernel, allocating its results: for values that leave the step."""
     kernel = choice.kernel
 
@@ -259,7 +269,7 @@ def _returning(choice: Choice) -> Choice:
         results = equation.results
 
         def call(*operands: Any) -> Any:
-            out = [torch.empty(a.shape, dtype=a.dtype) for a in results]
+            out = [torch.empty(a.shape, dtype=a.dtype, device=device) for a in results]
             return run(*operands, *out)
 
         return call

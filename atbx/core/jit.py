@@ -251,13 +251,14 @@ class Jit:
     def _compile(self, call: Arguments) -> Variant:
         start = perf_counter()
         program, described = self._stage(call)
-        outputs = self._outputs(call, program, described)
         self._refuse_useless_donation(call, program)
         simplified = drop_dead(share_common(program))
         bound = program.inputs[len(call.abstracts) :]
         fused, fusions = fuse(simplified, self.backend.rules, bound)
         owned = [fused.inputs[i] for i in call.donated_indices]
         lowered = lower(fused, self.backend, bound, owned, self._fallback, call.binding is not None)
+        # From the lowered program: only there it shows which results are updated in place and which are copies.
+        outputs = self._outputs(call, lowered.program, described)
         param_paths = call.binding.paths if call.binding is not None else ()
         return Variant(
             call.key,

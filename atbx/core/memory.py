@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from atbx.core.program import Equation, Program, Var
+from atbx.core.program import Program, Var
 
 ALIGNMENT = 64
 """Bytes; a cache line, and the widest vector register."""
@@ -86,41 +85,42 @@ def _first_gap(overlapping: Sequence[tuple[int, int, int, int]], need: int) -> i
     return offset
 
 
-def copies_needed(program: Program, owned: Iterable[Var]) -> dict[tuple[int, int], Var]:
+def copies_needed(
+    program: Program, owned: Iterable[Var], prepared: Iterable[Var] = ()
+) -> dict[tuple[int, int], Var]:
     """Updates that may not be done in place: (equation index, operand index) to the operand.
 
-    An update in place is safe when its storage is a donated input (`owned`) or made by the program, and when nothing
-    later reads the old value or a view of it.
+    An update in place is safe when its storage is a donated input (`owned`) or made by the step itself (not one of
+    the `prepared` values, which every step reads), and when nothing later reads the old value or a view of it.
     """
-    owned_vars = set(owned)
-    roots = storage_roots(program)
-    made = {v for e in program.equations for v in e.outputs}
-    reads = _last_reads(program)
+    ours, kept = set(owned), set(prepared)
+    last_read = {var: max(indices) for var, indices in program.uses().items()}
+    roots: dict[Var, Var] = {}
+    sharing: dict[Var, list[Var]] = {}
+
+    def root(var: Var) -> Var:
+        return roots.get(var, var)
+
     needed: dict[tuple[int, int], Var] = {}
     for index, equation in enumerate(program.equations):
-        for operand, _ in equation.op.updates:
+        operand_roots = [root(x) for x in equation.input_vars()]
+        updated: dict[int, Var] = {}
+        for operand, result in equation.op.updates:
             var = equation.inputs[operand]
             if not isinstance(var, Var):
                 continue
-            root = roots.get(var, var)
-            is_ours = root in owned_vars or root in made
-            if not is_ours or _is_read_later(program, equation, index, root, roots, reads):
+            storage = root(var)
+            is_read_later = any(last_read.get(v, -1) > index for v in (storage, *sharing.get(storage, ())))
+            if storage not in ours or is_read_later or operand_roots.count(storage) > 1:
                 needed[index, operand] = var
+            else:
+                updated[result] = storage
+        view = equation.inputs[0] if equation.op.views and equation.inputs else None
+        for number, var in enumerate(equation.outputs):
+            storage = updated.get(number, root(view) if isinstance(view, Var) else var)
+            if storage is not var:
+                roots[var] = storage
+                sharing.setdefault(storage, []).append(var)
+            elif var not in kept:
+                ours.add(var)
     return needed
-
-
-def _last_reads(program: Program) -> dict[Var, int]:
-    last: dict[Var, int] = {}
-    for var, indices in program.uses().items():
-        last[var] = max(indices)
-    return last
-
-
-def _is_read_later(
-    program: Program, updating: Equation, index: int, root: Var, roots: dict[Var, Var], reads: dict[Var, int]
-) -> bool:
-    """Whether a value that shares `root`'s storage and existed before equation `index` is read after it."""
-    born: dict[Var, int] = {v: i for i, e in enumerate(program.equations) for v in e.outputs}
-    sharing: list[Any] = [v for v in reads if roots.get(v, v) is root and born.get(v, -1) < index]
-    occurrences = sum(1 for x in updating.inputs if isinstance(x, Var) and roots.get(x, x) is root)
-    return occurrences > 1 or any(reads[v] > index for v in sharing)
