@@ -6,6 +6,7 @@ penalties, tables of a few widths, log-probabilities) forms a small closed set, 
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
 import secrets
@@ -99,8 +100,9 @@ class Sampling:
                 raise OptionError(
                     "is no token id", where=place, expected="an int of 0 or more", found=repr(token)
                 )
-            # A NaN compares with nothing, so it is refused too.
-            if isinstance(bias, bool) or not isinstance(bias, numbers.Real) or not bias <= LARGEST:
+            # A NaN compares with nothing, so it is refused too. A finite number must not become a ban in FP32.
+            strange = isinstance(bias, bool) or not isinstance(bias, numbers.Real)
+            if strange or not (bias == -math.inf or -LARGEST <= bias <= LARGEST):
                 raise OptionError("is no bias", where=place, expected="a number or -inf", found=repr(bias))
         if self.seed is not None:
             for place, item in _items("seed", self.seed):
@@ -116,7 +118,13 @@ class Sampling:
         known = {f.name for f in fields(cls)}
         for name in given:
             if name not in known:
-                raise OptionError("unknown sampling option", where=name, expected=f"one of {sorted(known)}")
+                near = difflib.get_close_matches(name, sorted(known), 1)
+                raise OptionError(
+                    "unknown sampling option",
+                    where=name,
+                    expected=f"one of {sorted(known)}",
+                    hint=f"Did you mean {near[0]}?" if near else None,
+                )
         return cls(**given)
 
     def is_on(self, *names: str) -> bool:
@@ -181,7 +189,8 @@ class Stages:
 
     filters: temperature, top_k, top_p, min_p and the draw. penalties: tables of what occurred. bias, eos: width of
     the bias table and of the table of suppressed ids (0 = no such stage). logprobs: None, or the width of the
-    alternatives. processed: log-probabilities of what was sampled from, not of the model's logits.
+    alternatives. processed: log-probabilities of what was sampled from, not of the model's logits; for a greedy row
+    those after penalties, biases and suppressed ids, whatever the rows beside it do.
     """
 
     filters: bool = False
@@ -331,14 +340,19 @@ def sample_step(
     if stages.eos:
         x = suppress(x, values.eos_ids, step.unfinished)
     unusable = is_unusable(x)
+    processed = x
     if stages.filters:
         x = filter_logits(x, values.temperature, values.top_k, values.top_p, values.min_p)
         tokens = draw(x, uniform(values.seed, values.sequence, step.position))
+        if stages.processed:
+            # A greedy row reports what it does alone, where no filters exist: its one token left would give 0.
+            hot = ops.expand_dims(values.temperature > 0, 1)
+            processed = ops.where(hot, x, ops.cast(processed, torch.float32))
     else:
         tokens = ops.argmax(x, axis=1)
     result: dict[str, Any] = {}
     if stages.logprobs is not None:
-        source = x if stages.processed else raw
+        source = processed if stages.processed else raw
         result["logprob"] = token_logprobs(source, tokens)
         if stages.logprobs:
             result["top_values"], result["top_ids"] = top_logprobs(source, min(stages.logprobs, vocab))

@@ -113,6 +113,24 @@ def test_as_many_values_as_rows_whether_the_option_is_used_or_not(name: str, cou
             GENERATE(PARAMS, [[1], [2]], max_new_tokens=1, **{**others, name: [value] * count})
 
 
+@pytest.mark.parametrize("value", [-1e39, -(10**400)], ids=["float", "int"])
+def test_a_finite_bias_below_fp32_is_refused_and_never_becomes_a_ban(value: float) -> None:
+    with pytest.raises(OptionError, match=r"^logit_bias\[3\]: is no bias; expected a number or -inf"):
+        Sampling(logit_bias={3: value})
+    assert Sampling(logit_bias={3: -INF, 4: -torch.finfo(torch.float32).max}).logit_bias[3] == -INF
+
+
+def test_an_unknown_sampling_option_names_the_nearest() -> None:
+    with pytest.raises(
+        OptionError, match=r"^temprature: unknown sampling option; .* Did you mean temperature\?"
+    ):
+        Sampling.from_options(temprature=1.0)
+    with pytest.raises(
+        OptionError, match=r"^zzz: unknown sampling option; expected one of \['frequency_penalty'"
+    ):
+        Sampling.from_options(zzz=1.0)
+
+
 def test_each_row_keeps_its_own_value() -> None:
     sampling = Sampling(temperature=[0.0, 0.5], top_k=(3, 0), min_p=0.1)
     columns = [sampling.column(name, 2) for name in ("temperature", "top_k", "min_p")]
@@ -278,6 +296,22 @@ def test_raw_log_probabilities_are_the_models_and_processed_those_sampled_from()
     # At temperature .5 probabilities are squared: .25, .09, .04 of .38.
     whole = one_step(logits, processed=True, **{**given, "top_p": 1.0})
     assert whole.top_values[0].tolist() == pytest.approx([math.log(p / 0.38) for p in (0.25, 0.09, 0.04)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("extra", [{}, {"logit_bias": {3: 1.5}}, {"presence_penalty": 0.5}], ids=str)
+def test_a_greedy_row_reports_the_same_processed_log_probability_beside_sampled_rows(
+    dtype: torch.dtype, extra: dict[str, Any]
+) -> None:
+    logits = random_table()[:3].to(dtype)
+    given: dict[str, Any] = {"logprobs": 5, "processed": True, **extra}
+    alone = one_step(logits[:1], **given)
+    beside = one_step(logits, temperature=[0.0, 1.0, 0.7], top_k=[2, 0, 4], seed=1, **given)
+    assert alone.logprob[0] < -0.01
+    for name in ("tokens", "logprob", "top_values", "top_ids"):
+        assert torch.equal(getattr(beside, name)[:1], getattr(alone, name))
+    # The sampled row still reports what its filters left.
+    assert beside.top_values[2, 4:].tolist() == [-INF]
 
 
 # --- through the generator -----------------------------------------------------------------------------------------
@@ -498,3 +532,13 @@ def test_as_many_alternatives_come_back_as_were_asked_for(asked: int) -> None:
             assert entry.token == token
             assert entry.logprob == pytest.approx(float(exact[token]), abs=1e-5)
             assert [i for i, _ in entry.top] == exact.argsort(descending=True)[:asked].tolist()
+
+
+def test_a_greedy_rows_processed_log_probabilities_do_not_hang_on_a_sampled_neighbour() -> None:
+    given: dict[str, Any] = {"max_new_tokens": 6, "logprobs": 3, "logprobs_mode": "processed", "seed": 1}
+    alone = GENERATE(PARAMS, [PROMPT], **given)
+    beside = GENERATE(PARAMS, [PROMPT, [7]], temperature=[0.0, 1.0], **given)
+    assert beside.tokens[0] == alone.tokens[0]
+    assert alone.logprobs is not None
+    assert beside.logprobs is not None
+    assert beside.logprobs[0] == alone.logprobs[0]
