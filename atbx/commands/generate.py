@@ -53,15 +53,17 @@ def stream(opened: Opened, row: list[int], options: dict[str, Any]) -> int:
     made, ends_line = 0, True
     events: Any = opened.generator.stream(opened.params, [row], **options)
     # Closed at once when the reader of stdout is gone, or on Ctrl-C: the row must not go on.
-    with contextlib.closing(events):
-        for event in events:
-            made += event.token is not None
-            if event.text:
-                sys.stdout.write(event.text)
-                sys.stdout.flush()
-                ends_line = event.text.endswith("\n")
-    if not ends_line:
-        print(flush=True)
+    try:
+        with contextlib.closing(events):
+            for event in events:
+                made += event.token is not None
+                if event.text:
+                    sys.stdout.write(event.text)
+                    sys.stdout.flush()
+                    ends_line = event.text.endswith("\n")
+    finally:
+        if not ends_line:
+            print(flush=True)
     return made
 
 

@@ -190,7 +190,9 @@ def _print(data: dict[str, Any]) -> None:
         parts = ", ".join(
             f"{name} {size_in_words(plan[name])}" for name in ("weights", "cache", "activation")
         )
-        run_ = f"{plan['batch']} rows of {plan['capacity']} tokens in {plan['dtype']}"
+        run_ = (
+            f"{plan['batch']} row{'s' * (plan['batch'] > 1)} of {plan['capacity']} tokens in {plan['dtype']}"
+        )
         print(f"memory for {run_}: {size_in_words(plan['total'])} ({parts})")
 
 
