@@ -18,8 +18,8 @@ def run(args: argparse.Namespace) -> None:
         opened = open_to_run(args.model, args.dtype, args.device)
         score = opened.generator.score(opened.params, read_rows(args, opened.text))
     if args.json:
-        total = [float(row) for row in score.total]
-        data = {"log_likelihood": total, "tokens": score.tokens, "perplexity": score.perplexity}
+        totals = [float(row) for row in score.total]
+        data = {"log_likelihood": totals, "tokens": score.tokens, "perplexity": score.perplexity}
         print_json({**data, "logprobs": score.logprobs} if args.logprobs else data)
         return
     for total, tokens, perplexity in zip(score.total, score.tokens, score.perplexity, strict=True):
