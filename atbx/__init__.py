@@ -13,6 +13,11 @@ from atbx.torch_guard import import_torch
 
 import_torch()
 
+from atbx.core.op import set_default_interpreter  # noqa: E402  after torch, which the guard imports
+
+# Outside every context an op runs at once on the CPU backend, which is loaded when the first one does.
+set_default_interpreter(lambda: importlib.import_module("atbx.compile").run_interpreter())
+
 _PUBLIC = {
     "Bucket": "atbx.core.buckets",
     "ladder": "atbx.core.buckets",

@@ -112,6 +112,7 @@ def reference(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
 
+@functools.cache
 def run_interpreter() -> RunInterpreter:
     """The interpreter that runs ops outside every context: the CPU backend."""
     return RunInterpreter(cpu.backend())

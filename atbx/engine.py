@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from atbx.arena_pool import ArenaPool
+from atbx.checkpoints.check import check
 from atbx.compile import bind, jit
 from atbx.core.abstract import Abstract
 from atbx.core.arena import Arena
@@ -23,6 +24,7 @@ from atbx.core.errors import BindingError
 from atbx.core.memory import plan_memory as plan_program
 from atbx.core.trees import leaves
 from atbx.memory import AbstractBinding, abstract_step
+from atbx.models.registry import FAMILIES
 from atbx.models.step import Step
 from atbx.ops.kv_cache import KVCache, over_arena
 from atbx.schedule import Chunk, Policy
@@ -58,10 +60,11 @@ class Engine:
         variants: int,
     ) -> None:
         self.config, self.policy, self.dtype = config, policy, dtype
+        self._written = forward
         rows = tuple(f"step/{n}" for n in ("ids", "counts", "positions", "want", "limits"))
         batch = tuple((path, 0) for path in (*rows, "cache/rows", "cache/lengths"))
         buckets = {
-            "B": Bucket(batch, policy.batches, count="step/counts"),
+            "B": Bucket(batch, policy.batches),
             "T": Bucket((("step/ids", 1), ("step/positions", 1)), policy.tokens, count="step/counts"),
             "W": Bucket((("step/want", 1),), policy.tokens),
         }
@@ -94,10 +97,17 @@ class Engine:
             return params
         with self._lock:
             if self._binding is None or not self._binding.is_current(params):
+                self._check(params)
                 # The old store goes first: two packed copies of a model need not fit.
                 self._binding = None
                 self._binding = bind(params, dtype=self.dtype)
             return self._binding
+
+    def _check(self, params: Any) -> None:
+        """One report of everything that is wrong with the parameters of a known family."""
+        family = next((f for f in FAMILIES if f.forward is self._written), None)
+        if family is not None and isinstance(self.config, family.config_class):
+            check(params, family.abstract(self.config))
 
     def planning_binding(self, params: Any) -> Binding:
         """A binding to plan with: the real one, or one of abstract parameters."""

@@ -125,7 +125,7 @@ class Generator:
             raise OptionError(
                 "stop strings need a tokenizer", where="stop", hint="Pass text= to atbx.generator"
             )
-        prompts = read_prompts(tokens, self.config.vocab, self.text)
+        prompts = read_prompts(tokens, self.vocab, self.text)
         return Run(self, self.engine.bind(params), prompts, read)
 
     def score(self, params: Any, tokens: Any) -> Score:
@@ -184,7 +184,11 @@ class Generator:
                 sampler += self.sampler.planned(self, options, len(lengths), engine.cache_dtype(binding))
             if wants_all:
                 scorer += self.scorer.planned(
-                    options.prompt_logprobs or 0, lengths, self.config.vocab, engine.cache_dtype(binding)
+                    options.prompt_logprobs or 0,
+                    lengths,
+                    self.config.vocab,
+                    self.vocab,
+                    engine.cache_dtype(binding),
                 )
         return model, sampler, scorer
 
@@ -235,6 +239,13 @@ def _check_setup(config: Any, policy: Any, dtype: Any, memory_limit: Any) -> Non
             raise OptionError("a generator needs it", where=f"config.{name}", found=type(config).__name__)
     if policy is not None and not isinstance(policy, Policy):
         raise OptionError("must be a Policy", where="policy", found=repr(policy))
+    if policy is not None and policy.context > config.context:
+        raise OptionError(
+            "exceeds the model's context",
+            where="policy.context",
+            expected=f"at most {config.context}",
+            found=policy.context,
+        )
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise DTypeError("must be a floating-point dtype", where="dtype", found=repr(dtype))
     if memory_limit is not None and (isinstance(memory_limit, bool) or not isinstance(memory_limit, int)):

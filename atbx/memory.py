@@ -12,12 +12,14 @@ from atbx.compile import jit
 from atbx.core.abstract import Abstract, tree_bytes
 from atbx.core.arena import Arena
 from atbx.core.binding import Binding
-from atbx.core.errors import CapacityError
+from atbx.core.errors import CapacityError, DTypeError
+from atbx.core.interning import intern_signature
 from atbx.core.memory import plan_memory as plan_program
 from atbx.core.trees import map_leaves
 from atbx.models import llama
 from atbx.models.step import Step
 from atbx.ops.kv_cache import KVCache, over_arena
+from atbx.schedule import need_positive
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,10 @@ def plan_memory(
 
     chunk is the most prompt tokens in one step. A model of your own passes its `forward` and `abstract`.
     """
+    for name, value in (("batch", batch), ("capacity", capacity), ("chunk", chunk)):
+        need_positive(name, value)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise DTypeError("must be a floating point dtype", where="dtype", found=repr(dtype))
     params = abstract(config, dtype)
     spec = config.cache_spec
     chunk = min(chunk, capacity)
@@ -99,7 +105,8 @@ class AbstractBinding(Binding):
     def __init__(self, params: Any) -> None:
         empty = map_leaves(lambda a: torch.empty(a.shape, dtype=a.dtype, device="meta"), params)
         super().__init__(empty)
-        self.signature = (self.treedef, tuple((a.shape, a.dtype, "cpu") for a in self.abstracts))
+        described = tuple((a.shape, a.dtype, "cpu") for a in self.abstracts)
+        self.signature = intern_signature((self.treedef, described), self.paths)
 
 
 def available_bytes() -> int:

@@ -149,7 +149,7 @@ class Run:
         if targets:
             top = self._options.prompt_logprobs or 0
             self.rows[row].prompt_logprobs += self._owner.scorer.logprobs(
-                logits[: len(targets)], targets, top
+                logits[: len(targets)], targets, top, self._owner.vocab
             )
 
     def _sample(self, logits: torch.Tensor) -> torch.Tensor:

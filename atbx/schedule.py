@@ -23,6 +23,14 @@ class Request:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+def need_positive(name: str, value: object) -> None:
+    """Raise OptionError unless `value` is a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise OptionError(
+            "must be a positive whole number", where=name, expected="1 or more", found=repr(value)
+        )
+
+
 @dataclass(frozen=True)
 class Policy:
     """Sizes that steps may have.
@@ -42,10 +50,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name in ("context", "chunk", "step_tokens", "score_chunk", "max_batch"):
-            if getattr(self, name) < 1:
-                raise OptionError(
-                    "must be positive", where=name, expected="1 or more", found=getattr(self, name)
-                )
+            need_positive(name, getattr(self, name))
 
     @property
     def batches(self) -> tuple[int, ...]:

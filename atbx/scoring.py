@@ -27,8 +27,13 @@ class Scored:
     top_ids: Any = None
 
 
-def score_tokens(logits: Any, targets: Any, top: int) -> Scored:
-    """Log-probabilities of targets [W] under logits [W, V], and of the `top` best tokens."""
+def score_tokens(logits: Any, targets: Any, top: int, vocab: int) -> Scored:
+    """Log-probabilities of targets [W] under logits [W, V], and of the `top` best tokens.
+
+    As in sampling, ids of `vocab` and above are padding of the weights and have no probability.
+    """
+    if vocab < logits.shape[1]:
+        logits = logits[:, :vocab]
     chosen = token_logprobs(logits, targets)
     return Scored(chosen, *top_logprobs(logits, min(top, logits.shape[1]))) if top else Scored(chosen)
 
@@ -40,12 +45,14 @@ class Scorer:
         self._policy = policy
         rows = Bucket((("logits", 0), ("targets", 0)), policy.tokens)
         self.program: Jit = jit(
-            score_tokens, static=("top",), buckets={"W": rows}, device=device, capacity=capacity
+            score_tokens, static=("top", "vocab"), buckets={"W": rows}, device=device, capacity=capacity
         )
 
-    def logprobs(self, logits: torch.Tensor, targets: Sequence[int], top: int) -> list[TokenLogprobs]:
+    def logprobs(
+        self, logits: torch.Tensor, targets: Sequence[int], top: int, vocab: int
+    ) -> list[TokenLogprobs]:
         """Log-probability of each target under its row of logits [W, V], with the `top` best tokens."""
-        result = self.program(logits, torch.tensor(targets, dtype=torch.int64), _width(top))
+        result = self.program(logits, torch.tensor(targets, dtype=torch.int64), _width(top), vocab)
         chosen = result.logprob.tolist()
         if not top:
             return [TokenLogprobs(token, value) for token, value in zip(targets, chosen, strict=True)]
@@ -56,16 +63,16 @@ class Scorer:
         ]
 
     def planned(
-        self, top: int, lengths: Sequence[int], vocab: int, dtype: torch.dtype
+        self, top: int, lengths: Sequence[int], width: int, vocab: int, dtype: torch.dtype
     ) -> list[tuple[Any, ...]]:
-        """Abstract arguments for prompts of these lengths."""
+        """Abstract arguments for prompts of these lengths; width: columns of the model's logits."""
         found = []
         for chunk in prefill(lengths, self._policy, chunk=self._policy.score_chunk):
             for row, count in zip(chunk.rows, chunk.counts, strict=True):
                 scored = min(count, lengths[row] - chunk.start - 1)
                 if scored > 0:
                     targets = Abstract((scored,), torch.int64)
-                    found.append((Abstract((scored, vocab), dtype), targets, _width(top)))
+                    found.append((Abstract((scored, width), dtype), targets, _width(top), vocab))
         return found
 
 

@@ -23,6 +23,7 @@ def ring_positions(length: int, count: int, window: int) -> tuple[int, int]:
 
 
 def check_bounds(
+    tokens: int,
     slots: int,
     arena_rows: int,
     window: int | None,
@@ -33,8 +34,8 @@ def check_bounds(
 ) -> None:
     """Raise CapacityError unless every row may write and read its tokens.
 
-    slots S and arena_rows R are the arena's; a windowed arena of S slots takes at most S - window + 1 tokens at once,
-    else a token would overwrite one that the first query of the chunk still needs.
+    tokens T is the width of the step; slots S and arena_rows R are the arena's. A windowed arena of S slots takes at
+    most S - window + 1 tokens at once, else a token would overwrite one that the chunk's first query still needs.
     """
     for index, (row, length, count) in enumerate(zip(rows, lengths, counts, strict=True)):
         where = f"batch row {index}"
@@ -47,6 +48,10 @@ def check_bounds(
         if length < 0 or count < 0:
             raise CapacityError(
                 "a negative length or count", where=where, found=f"length {length}, count {count}"
+            )
+        if count > tokens:
+            raise CapacityError(
+                "a count above the tokens of the step", where=where, expected=f"at most {tokens}", found=count
             )
         if length + count > extent:
             raise CapacityError(
@@ -108,7 +113,7 @@ def _write_reference(
     k_arena, v_arena = k_arena.clone(), v_arena.clone()
     slots = k_arena.shape[1]
     host = rows.tolist(), lengths.tolist(), counts.tolist()
-    check_bounds(slots, k_arena.shape[0], window, extent, *host)
+    check_bounds(k.shape[1], slots, k_arena.shape[0], window, extent, *host)
     for b, (row, length, count) in enumerate(zip(*host, strict=True)):
         slot = torch.arange(length, length + count) % slots
         k_arena[row, slot] = k[b, :count]
@@ -253,7 +258,7 @@ def _attention_reference(
     out = q.new_zeros(*q.shape[:3], v_arena.shape[3])
     slots = k_arena.shape[1]
     host = rows.tolist(), lengths.tolist(), counts.tolist()
-    check_bounds(slots, k_arena.shape[0], window, extent, *host)
+    check_bounds(q.shape[1], slots, k_arena.shape[0], window, extent, *host)
     for b, (row, length, count) in enumerate(zip(*host, strict=True)):
         if count == 0:
             continue

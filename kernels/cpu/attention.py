@@ -90,9 +90,9 @@ def plan_spans(
     Raises:
         CapacityError: a row would write past the extent, or its chunk past its ring.
     """
-    _, arena_rows, slots, window, extent, _, _ = facts
+    tokens, arena_rows, slots, window, extent, _, _ = facts
     host = rows.tolist(), lengths.tolist(), counts.tolist()
-    check_bounds(slots, arena_rows, window, extent, *host)
+    check_bounds(tokens, slots, arena_rows, window, extent, *host)
     spans: list[Span] = []
     start = 0
     total = len(host[0])

@@ -1,8 +1,8 @@
 """Matmuls: oneDNN over weights that were packed once for the narrow dtypes, torch's own for FP32 and FP64.
 
 Both accumulate in FP32 or wider and round once. The packing does not depend on the number of rows, so prefill and
-decode share it. FP32 is not packed: oneDNN's blocked FP32 matmul is no faster here and its error is 1.4 times that of torch's
-(docs/decisions/cpu-matmuls.md).
+decode share it. FP32 is not packed: oneDNN's blocked FP32 matmul is no faster here and its error is 1.4 times that of
+torch's (docs/decisions/cpu-matmuls.md).
 """
 
 from __future__ import annotations
