@@ -13,6 +13,7 @@ import torch
 from atbx.core import trees
 from atbx.core.abstract import Abstract, abstract_of
 from atbx.core.errors import CacheStateError, DonationError
+from atbx.core.interning import intern_signature
 
 
 def leaf_signature(leaf: torch.Tensor | Abstract) -> tuple[Any, ...]:
@@ -26,12 +27,14 @@ def leaf_signature(leaf: torch.Tensor | Abstract) -> tuple[Any, ...]:
 
 
 class Arena:
-    """Owner of a tree of tensors. `tensors`, `paths` and `signature` are computed once."""
+    """Owner of a tree of tensors. `tensors`, `paths` and `signature` (an `Interned`) are computed once."""
 
     __slots__ = (
         "__weakref__",
+        "_addresses",
         "generation",
         "interrupted",
+        "is_abstract",
         "paths",
         "signature",
         "tensors",
@@ -42,7 +45,9 @@ class Arena:
     def __init__(self, tree: Any) -> None:
         paths, leaves, self.treedef = trees.flatten_with_paths(tree)
         self.tree, self.paths, self.tensors = tree, tuple(paths), tuple(leaves)
-        self.signature = tuple(leaf_signature(t) for t in leaves)
+        self.signature = intern_signature(tuple(leaf_signature(t) for t in leaves), self.paths)
+        self.is_abstract = any(isinstance(t, Abstract) for t in leaves)
+        self._addresses: dict[int, str] | None = None
         self.generation = 0
         self.interrupted = False
 
@@ -50,6 +55,13 @@ class Arena:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(abstract_of(t).nbytes for t in self.tensors)
+
+    @property
+    def addresses(self) -> dict[int, str]:
+        """Paths of the tensors by address; worked out once, because every step asks."""
+        if self._addresses is None:
+            self._addresses = {t.data_ptr(): p for t, p in zip(self.tensors, self.paths, strict=True)}
+        return self._addresses
 
     def value(self) -> ArenaValue:
         """The current state as a value."""

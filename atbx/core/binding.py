@@ -15,30 +15,13 @@ import torch
 from atbx.core import trees
 from atbx.core.abstract import Abstract
 from atbx.core.backend import Preparation
-from atbx.core.errors import BindingError, DonationError
+from atbx.core.donation import refuse_donated
+from atbx.core.errors import BindingError
 from atbx.core.exact import exact_params
+from atbx.core.interning import intern_signature
 from atbx.core.program import Equation, Literal, Var
 
-DONATED = "_atbx_donated"
-"""Attribute that marks a tensor whose buffer was given to a compiled step; its value says to which."""
-
 Release = Callable[[torch.Tensor], bool]
-
-
-def is_donated(value: Any) -> bool:
-    """Whether a tensor's buffer was given to a compiled step."""
-    return getattr(value, DONATED, None) is not None
-
-
-def refuse_donated(tensor: torch.Tensor, path: str) -> None:
-    """Raise DonationError if `tensor` was donated before."""
-    mark = getattr(tensor, DONATED, None)
-    if mark is not None:
-        raise DonationError(
-            f"this tensor was donated as {mark} and its buffer was updated in place",
-            where=path,
-            hint="Use the value that the call returned, or do not donate it",
-        )
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -66,12 +49,10 @@ class Binding:
         self.paths, self.leaves, self.dtype = tuple(paths), tuple(leaves), dtype
         self.abstracts = tuple(self._abstract(leaf) for leaf in leaves)
         self.versions = tuple(map(version_of, leaves))
-        self.signature: Hashable = (
-            self.treedef,
-            tuple(
-                (a.shape, a.dtype, leaf.device.type) for a, leaf in zip(self.abstracts, leaves, strict=True)
-            ),
-        )
+        pairs = zip(self.abstracts, leaves, strict=True)
+        described = tuple((a.shape, a.dtype, leaf.device.type) for a, leaf in pairs)
+        self.signature = intern_signature((self.treedef, described), self.paths)
+        self.addresses = {leaf.data_ptr(): path for path, leaf in zip(paths, leaves, strict=True)}
         self._release = release
         self._store: dict[Hashable, Any] = {}
         self._lock = threading.RLock()

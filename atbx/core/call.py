@@ -6,15 +6,11 @@ does nothing that a known structure has answered before.
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -22,73 +18,33 @@ import torch
 from atbx.core import trees
 from atbx.core.abstract import Abstract, Dim
 from atbx.core.arena import ArenaValue, StagedArena, leaf_signature
-from atbx.core.binding import DONATED, Binding, refuse_donated
+from atbx.core.binding import Binding
 from atbx.core.buckets import Bucket
-from atbx.core.errors import BucketError, DonationError, StagingError, StaticArgumentError
+from atbx.core.donation import mark_donated, refuse_donated, refuse_pair, refuse_shared_buffers, taking
+from atbx.core.errors import BucketError, DonationError, DTypeError, StagingError, StaticArgumentError
+from atbx.core.interning import Interned, intern_signature
 from atbx.core.program import Var
+from atbx.core.statics import StaticTokens
 from atbx.core.variants import Key
 
-PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, enum.Enum, type)
-
-
-class Interned:
-    """A long signature that stands for itself by identity, so that comparing and hashing it cost nothing."""
-
-    __slots__ = ("__weakref__", "paths", "value")
-
-    def __init__(self, value: Hashable, paths: tuple[str, ...]) -> None:
-        self.value, self.paths = value, paths
-
-
-_interned: WeakValueDictionary[Hashable, Interned] = WeakValueDictionary()
-_interning = threading.Lock()
-
-
-def intern_signature(value: Hashable, paths: tuple[str, ...]) -> Interned:
-    """The one `Interned` of this signature."""
-    with _interning:
-        found = _interned.get((value, paths))
-        if found is None:
-            found = _interned[value, paths] = Interned(value, paths)
-        return found
-
-
-def check_static(value: Any, path: str) -> None:
-    """Raise StaticArgumentError unless `value` is frozen all through, hashable, and compared by value."""
-    if isinstance(value, PLAIN):
-        return
-    if isinstance(value, (tuple, frozenset)):
-        for index, item in enumerate(value):
-            check_static(item, f"{path}/{index}")
-        return
-    params: Any = getattr(value, "__dataclass_params__", None)
-    if dataclasses.is_dataclass(value) and params.frozen:
-        if not params.eq:
-            raise StaticArgumentError(
-                "a static argument must compare by value",
-                where=path,
-                found=f"{type(value).__name__} with eq=False",
-            )
-        for f in dataclasses.fields(value):
-            check_static(getattr(value, f.name), f"{path}.{f.name}")
-        return
-    if inspect.isfunction(value) or inspect.isbuiltin(value):
-        return
-    raise StaticArgumentError(
-        "a static argument must be frozen and hashable",
-        where=path,
-        expected="numbers, strings, tuples, frozen dataclasses, functions",
-        found=type(value).__name__,
-        hint="A value that can change after the call would give stale results",
-    )
+REMEMBERED = 1024
+"""Argument structures whose layout is remembered."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What is known of one argument's structure: full leaf paths, and (leaf index, axis, bucket) of padded axes."""
+    """What is known of one argument's structure.
+
+    paths:  full path of each leaf.
+    padded: (leaf index, axis, bucket) of each padded axis.
+    counts: (leaf index, bucket) of each leaf that counts the real entries of a bucketed axis.
+    token:  stands for (argument, tree structure) in a key.
+    """
 
     paths: tuple[str, ...]
     padded: tuple[tuple[int, int, str], ...]
+    counts: tuple[tuple[int, str], ...]
+    token: Interned
 
 
 @dataclass
@@ -101,8 +57,10 @@ class Signature:
     donate: tuple[str, ...]
     buckets: dict[str, Bucket]
     mode: tuple[tuple[str, Hashable], ...]
+    positional_only: int
+    keyword_only: int
     layouts: dict[tuple[str, trees.TreeDef], Layout] = field(default_factory=dict)
-    checked: dict[int, Any] = field(default_factory=dict)
+    tokens: StaticTokens = field(default_factory=StaticTokens)
 
     @classmethod
     def of(
@@ -141,7 +99,16 @@ class Signature:
                 raise BucketError(
                     f"bucket {tag!r} names no argument as its count", expected=names, found=bucket.count
                 )
-        return cls(names, function, frozenset(static), donate, buckets, mode)
+        kinds = [parameter.kind for parameter in parameters.values()]
+        positional_only = kinds.count(inspect.Parameter.POSITIONAL_ONLY)
+        keyword_only = kinds.count(inspect.Parameter.KEYWORD_ONLY)
+        return cls(names, function, frozenset(static), donate, buckets, mode, positional_only, keyword_only)
+
+    def call_function(self, arguments: dict[str, Any]) -> Any:
+        """The function of these arguments, each passed the way its kind asks for."""
+        first = [arguments[name] for name in self.names[: self.positional_only]]
+        rest = {name: arguments[name] for name in self.names[self.positional_only :]}
+        return self.function(*first, **rest)
 
     @functools.cached_property
     def python_signature(self) -> inspect.Signature:
@@ -150,7 +117,7 @@ class Signature:
 
     def arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Arguments by name, defaults filled in."""
-        if not kwargs and len(args) == len(self.names):
+        if not kwargs and len(args) == len(self.names) and not self.keyword_only:
             return dict(zip(self.names, args, strict=True))
         try:
             bound = self.python_signature.bind(*args, **kwargs)
@@ -158,14 +125,6 @@ class Signature:
             raise TypeError(f"{getattr(self.function, '__name__', 'function')}: {error}") from None
         bound.apply_defaults()
         return dict(bound.arguments)
-
-    def check_static(self, name: str, value: Any) -> None:
-        """`check_static`, once an object."""
-        if self.checked.get(id(value)) is not value:
-            check_static(value, name)
-            if len(self.checked) > 1024:
-                self.checked.clear()
-            self.checked[id(value)] = value
 
     @staticmethod
     def _leaves_at(path: str, paths: tuple[str, ...], tag: str) -> list[int]:
@@ -186,22 +145,27 @@ class Signature:
         if found is None:
             inner = trees.flatten_with_paths(value)[0]
             paths = tuple(f"{name}/{p}" if p else name for p in inner)
+            counts = [(paths.index(b.count), tag) for tag, b in self.buckets.items() if b.count in paths]
             padded = []
             for tag, bucket in self.buckets.items():
                 for path, axis in bucket.axes:
                     if path.split("/")[0] == name:
                         padded += [(index, axis, tag) for index in self._leaves_at(path, paths, tag)]
-            found = self.layouts[name, treedef] = Layout(paths, tuple(padded))
+            token = intern_signature((name, treedef), paths)
+            if len(self.layouts) >= REMEMBERED:
+                self.layouts.clear()
+            found = self.layouts[name, treedef] = Layout(paths, tuple(padded), tuple(counts), token)
         return found
 
 
 @dataclass
 class Group:
-    """One dynamic argument: its structure and where its leaves stand among all (arenas counted once)."""
+    """One dynamic argument: its structure, its leaves as the program reads them, and as the caller gave them."""
 
     name: str
     treedef: trees.TreeDef
     leaves: list[Any]
+    given: list[Any]
     layout: Layout
 
 
@@ -212,6 +176,8 @@ class Arguments:
         self.signature = signature
         self.groups: list[Group] = []
         self.statics: dict[str, Any] = {}
+        self.tokens: list[tuple[str, Interned]] = []
+        self.abstract_path: str | None = None
         self.binding: Binding | None = None
         self.binding_name = ""
         self.sizes: dict[str, int] = {}
@@ -303,32 +269,60 @@ class Arguments:
         return args
 
     def take_donated(self, function: str) -> list[ArenaValue]:
-        """Mark every donated value as used up; returns the donated arenas."""
-        taken: list[ArenaValue] = []
+        """Mark every donated value as used up; returns the donated arenas.
+
+        Raises:
+            DonationError: a value was donated before, or shares memory with another leaf; nothing is marked then.
+        """
         if not self.signature.donate:
-            return taken
-        owners: dict[int, str] = {}
+            return []
+        taken: list[tuple[ArenaValue, str]] = []
+        plain: list[tuple[torch.Tensor, str, bool]] = []
+        arenas: dict[int, str] = {}
         for group in self.groups:
-            donated = group.name in self.signature.donate
-            for leaf, path in zip(group.leaves, group.layout.paths, strict=True):
-                identity = id(leaf.arena) if isinstance(leaf, ArenaValue) else leaf.data_ptr()
-                if identity and identity in owners and (donated or owners[identity].startswith("!")):
-                    raise DonationError(
-                        "one buffer is passed at two leaves of a call that donates it",
-                        where=f"{owners[identity].lstrip('!')} and {path}",
-                        hint="Pass a copy at one of them",
-                    )
-                owners[identity] = f"!{path}" if donated else path
-        for group in self.groups:
-            if group.name not in self.signature.donate:
-                continue
-            for leaf, path in zip(group.leaves, group.layout.paths, strict=True):
-                if isinstance(leaf, ArenaValue):
-                    leaf.arena.generation += 1
-                    taken.append(leaf)
-                else:
-                    setattr(leaf, DONATED, f"{path} of {function}")
-        return taken
+            is_donated = group.name in self.signature.donate
+            for leaf, path in zip(group.given, group.layout.paths, strict=True):
+                if type(leaf) is not ArenaValue:
+                    plain.append((leaf, path, is_donated))
+                    continue
+                if id(leaf.arena) in arenas:
+                    refuse_pair(arenas[id(leaf.arena)], path)
+                arenas[id(leaf.arena)] = path
+                if is_donated:
+                    taken.append((leaf, path))
+        owners = [(path, value.arena.addresses) for value, path in taken]
+        if self.binding is not None:
+            owners.append((self.binding_name, self.binding.addresses))
+        refuse_shared_buffers(plain, owners)
+        # Two threads may both have read this call's values as current: the check that counts is made here.
+        with taking:
+            for value, path in taken:
+                value.check(path)
+            donated = [(tensor, path) for tensor, path, is_donated in plain if is_donated]
+            for tensor, path in donated:
+                refuse_donated(tensor, path)
+            for value, _ in taken:
+                value.arena.generation += 1
+            for tensor, path in donated:
+                mark_donated(tensor, f"{path} of {function}")
+        return [value for value, _ in taken]
+
+    def refuse_other_devices(self, device: str) -> None:
+        """Raise StagingError unless every tensor is on the backend's kind of device."""
+        leaves = [(path, leaf) for path, leaf, *_ in self.expanded()]
+        if self.binding is not None:
+            leaves += [
+                (f"{self.binding_name}/{p}", t)
+                for p, t in zip(self.binding.paths, self.binding.leaves, strict=True)
+            ]
+        for path, leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != device:
+                raise StagingError(
+                    "a tensor is not on the device of the backend",
+                    where=path,
+                    expected=device,
+                    found=leaf.device.type,
+                )
 
     @staticmethod
     def interrupt(donated: Sequence[ArenaValue]) -> None:
@@ -343,12 +337,16 @@ def _as_leaf(value: Any, path: str) -> Any:
         return value
     if isinstance(value, (bool, np.bool_)):
         return torch.tensor(bool(value))
-    if isinstance(value, int):
-        return torch.tensor(value, dtype=torch.int64)
+    try:
+        if isinstance(value, (np.ndarray, np.generic)):
+            return torch.from_numpy(np.asarray(value).copy())
+        if isinstance(value, int):
+            return torch.tensor(value, dtype=torch.int64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = value.dtype if isinstance(value, (np.ndarray, np.generic)) else value
+        raise DTypeError("a dynamic argument fits no torch dtype", where=path, found=kind) from error
     if isinstance(value, float):
         return torch.tensor(value, dtype=torch.float32)
-    if isinstance(value, (np.ndarray, np.generic)):
-        return torch.from_numpy(np.asarray(value).copy())
     raise StagingError(
         "a dynamic argument holds something that is no tensor",
         where=path,
@@ -372,50 +370,108 @@ def read_arguments(signature: Signature, args: Sequence[Any], kwargs: dict[str, 
         StaticArgumentError, BucketError, DonationError, StagingError: an argument does not fit.
     """
     call = Arguments(signature)
-    counted: list[tuple[str, str]] = []
+    counted: list[tuple[str, list[str]]] = []
     for name, value in signature.arguments(args, kwargs).items():
         if name in signature.static:
-            signature.check_static(name, value)
+            call.tokens.append((name, signature.tokens.token(name, value)))
             call.statics[name] = value
         elif isinstance(value, Binding):
-            if call.binding is not None:
-                raise StagingError(
-                    "a call takes one binding",
-                    where=f"{call.binding_name} and {name}",
-                    hint="Bind one tree of both",
-                )
-            call.binding, call.binding_name = value, name
+            _read_binding(call, name, value)
         elif value is None and (tags := [t for t, b in signature.buckets.items() if b.count == name]):
-            counted.append((name, tags[0]))
+            counted.append((name, tags))
         else:
             _read_group(call, name, value)
-    for name, tag in counted:
-        _read_group(call, name, torch.tensor(call.sizes[tag], dtype=torch.int64))
+    for name, tags in counted:
+        _read_group(call, name, torch.tensor(_real_size(call, name, tags), dtype=torch.int64))
+    for group in call.groups:
+        for index, tag in group.layout.counts:
+            _check_count(call, group.given[index], tag, group.layout.paths[index])
     call.key = _key(call)
     return call
+
+
+def _check_count(call: Arguments, count: Any, tag: str, path: str) -> None:
+    """Raise BucketError if a count on the host exceeds the real size of its axis: padding would pass as real."""
+    is_known = isinstance(count, torch.Tensor) and count.device.type == "cpu" and count.numel()
+    if is_known and tag in call.sizes and (most := int(count.max())) > call.sizes[tag]:
+        raise BucketError(
+            f"a count of bucketed axis {tag!r} exceeds its size",
+            where=path,
+            expected=f"at most {call.sizes[tag]}",
+            found=most,
+        )
+
+
+def _read_binding(call: Arguments, name: str, binding: Binding) -> None:
+    if call.binding is not None:
+        raise StagingError(
+            "a call takes one binding",
+            where=f"{call.binding_name} and {name}",
+            hint="Bind one tree of both",
+        )
+    if name in call.signature.donate:
+        raise DonationError("bound parameters cannot be donated", where=name)
+    call.binding, call.binding_name = binding, name
+
+
+def _real_size(call: Arguments, name: str, tags: Sequence[str]) -> int:
+    """The count that stands for a count argument left out."""
+    sizes = {tag: call.sizes[tag] for tag in tags if tag in call.sizes}
+    if len(set(sizes.values())) != 1:
+        raise BucketError(
+            f"count argument {name!r} is None, and the axes that it counts do not tell it",
+            where=name,
+            expected=f"one size of {', '.join(map(repr, tags))}",
+            found=sizes or "none of their arguments",
+        )
+    return next(iter(sizes.values()))
 
 
 def _read_group(call: Arguments, name: str, value: Any) -> None:
     leaves, treedef = trees.flatten(value)
     layout = call.signature.layout(name, value, treedef)
+    arenas = [
+        (leaf, path) for leaf, path in zip(leaves, layout.paths, strict=True) if type(leaf) is ArenaValue
+    ]
+    # Before the plain leaves of a cache: the arena knows best why a cache cannot be used.
+    for arena, path in arenas:
+        arena.check(path)
+        call.arenas.append(arena)
+        if arena.arena.is_abstract:
+            call.abstract_path = path
     for index, leaf in enumerate(leaves):
-        # Before the plain leaves of a cache: the arena knows best why a cache cannot be used.
-        if isinstance(leaf, ArenaValue):
-            leaf.check(layout.paths[index])
-    for index, leaf in enumerate(leaves):
-        if type(leaf) is not torch.Tensor:
-            leaves[index] = _as_leaf(leaf, layout.paths[index])
-        else:
-            refuse_donated(leaf, layout.paths[index])
+        if type(leaf) is not torch.Tensor and type(leaf) is not ArenaValue:
+            leaves[index] = leaf = _as_leaf(leaf, layout.paths[index])
+            if isinstance(leaf, Abstract):
+                call.abstract_path = layout.paths[index]
+        refuse_donated(leaf, layout.paths[index])
+    given = leaves
+    if layout.padded:
+        leaves = _pad(call, leaves, layout)
+    if arenas:
+        for leaf in leaves:
+            if type(leaf) is ArenaValue:
+                call.values.extend(leaf.arena.tensors)
+            else:
+                call.values.append(leaf)
+    else:
+        call.values.extend(leaves)
+    call.groups.append(Group(name, treedef, leaves, given, layout))
+
+
+def _pad(call: Arguments, given: list[Any], layout: Layout) -> list[Any]:
+    """The leaves with every bucketed axis padded; notes the real sizes."""
+    leaves = given.copy()
     for index, axis, tag in layout.padded:
         leaf = leaves[index]
-        if axis >= len(leaf.shape):
+        shape = getattr(leaf, "shape", ())
+        if axis >= len(shape):
             raise BucketError(
                 f"bucket {tag!r} names axis {axis}",
                 where=layout.paths[index],
-                found=f"{len(leaf.shape)} axes",
+                found=f"{len(shape)} axes" if not isinstance(leaf, ArenaValue) else "a cache",
             )
-        real = int(leaf.shape[axis])
+        real = int(shape[axis])
         if call.sizes.setdefault(tag, real) != real:
             raise BucketError(
                 f"leaves disagree on the size of bucketed axis {tag!r}",
@@ -425,28 +481,15 @@ def _read_group(call: Arguments, name: str, value: Any) -> None:
             )
         size = call.signature.buckets[tag].choose(real, tag)
         if size != real:
-            shape = list(leaf.shape)
-            shape[axis] = size
-            leaves[index] = _padded(leaf, shape)
-    for leaf in leaves:
-        if isinstance(leaf, ArenaValue):
-            call.arenas.append(leaf)
-            call.values.extend(leaf.arena.tensors)
-        else:
-            call.values.append(leaf)
-    call.groups.append(Group(name, treedef, leaves, layout))
+            leaves[index] = _padded(leaf, [*shape[:axis], size, *shape[axis + 1 :]])
+    return leaves
 
 
 def _key(call: Arguments) -> Key:
     leaves: list[Hashable] = []
     for group in call.groups:
         for leaf in group.leaves:
-            if isinstance(leaf, ArenaValue):
-                leaves.append(intern_signature(leaf.arena.signature, leaf.arena.paths))
-            else:
-                leaves.append(leaf_signature(leaf))
-    params = None
-    if call.binding is not None:
-        params = intern_signature(call.binding.signature, call.binding.paths)
-    structures = tuple((g.name, g.treedef) for g in call.groups)
-    return Key(structures, tuple(leaves), params, tuple(call.statics.items()), call.signature.mode)
+            leaves.append(leaf.arena.signature if type(leaf) is ArenaValue else leaf_signature(leaf))
+    params = None if call.binding is None else (call.binding_name, call.binding.signature)
+    structures = tuple([group.layout.token for group in call.groups])
+    return Key(structures, tuple(leaves), params, tuple(call.tokens), call.signature.mode)

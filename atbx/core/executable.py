@@ -195,8 +195,8 @@ class Executable:
     def begin(self, inputs: Sequence[Any]) -> list[Any]:
         """The slots of one step, its host plans made and its bounds checked; nothing is launched yet."""
         slots = self._template.copy()
-        for slot, value in zip(self.input_slots, inputs, strict=True):
-            slots[slot] = value
+        # Inputs stand first: their slots are given before any other.
+        slots[: len(self.input_slots)] = inputs
         run_calls(self.front, slots)
         return slots
 

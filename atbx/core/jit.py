@@ -1,7 +1,7 @@
 """`jit`: a pure function compiled per static shape, with padded buckets, donation, and a cache that explains itself.
 
 A call becomes a key; a known key runs its executable, an unknown one is staged, fused and lowered first. Everything
-that decides the key happens in `Signature.read`, which planning and warm-up share with calls.
+that decides the key happens in `read_arguments`, which planning and warm-up share with calls.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any
 from atbx.core.abstract import tag_of
 from atbx.core.arena import Arena, StagedArena
 from atbx.core.backend import Backend, Choice
-from atbx.core.binding import Binding, is_donated
+from atbx.core.binding import Binding
 from atbx.core.buckets import Bucket
 from atbx.core.call import Arguments, Signature, read_arguments
-from atbx.core.errors import BucketError, DonationError, UnsupportedError
+from atbx.core.donation import is_donated
+from atbx.core.errors import BucketError, DonationError, OptionError, StagingError, UnsupportedError
 from atbx.core.executable import Executable, lower
 from atbx.core.memory import storage_roots
 from atbx.core.op import has_interpreter, interpreter
@@ -115,6 +116,13 @@ class Jit:
             )
         if fallback not in FALLBACKS:
             raise UnsupportedError("unknown fallback", where="fallback", expected=FALLBACKS, found=fallback)
+        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
+            raise OptionError(
+                "a variant cache holds at least one",
+                where="capacity",
+                expected="1 or more",
+                found=repr(capacity),
+            )
         functools.update_wrapper(self, function)
         self._function = function
         self._name = getattr(function, "__name__", repr(function))
@@ -130,6 +138,12 @@ class Jit:
             # Inside another staging (or shaping, or a reference run) a compiled function is just its function.
             return self._function(*args, **kwargs)
         call = read_arguments(self._signature, args, kwargs)
+        if call.abstract_path is not None:
+            raise StagingError(
+                f"{self._name} was called with an Abstract, which has no value to compute with",
+                where=call.abstract_path,
+                hint="Use stage, plan, warm or explain for a call without values",
+            )
         variant = self._find(call)
         executable = self._executable(variant, call.binding)
         return self._run(call, variant, executable)
@@ -138,10 +152,15 @@ class Jit:
         with self._lock:
             variant = self.variants.get(call.key)
             if variant is None:
-                self.variants.refuse_if_frozen(call.key, call.paths, self._name)
-                variant = self._compile(call)
-                self.variants.put(variant)
+                variant = self._compile_missing(call)
             return variant
+
+    def _compile_missing(self, call: Arguments) -> Variant:
+        self.variants.refuse_if_frozen(call.key, call.paths, self._name)
+        call.refuse_other_devices(self.backend.device.type)
+        variant = self._compile(call)
+        self.variants.put(variant)
+        return variant
 
     def _executable(self, variant: Variant, binding: Binding | None) -> Executable:
         with self._lock:
@@ -192,10 +211,10 @@ class Jit:
     def _stage(self, call: Arguments) -> tuple[Program, Any]:
         trace = Trace()
         inputs = [trace.input(a, p) for a, p in zip(call.abstracts, call.input_paths, strict=True)]
-        bound = [trace.input(a, f"params/{p}") for a, p in call.bound_leaves()]
+        bound = [trace.input(a, f"{call.binding_name}/{p}") for a, p in call.bound_leaves()]
         args = call.rebuild(inputs, bound)
         with interpreter(trace):
-            result = self._function(**args)
+            result = self._signature.call_function(args)
         paths, leaves, treedef = flatten_with_paths(result)
         flat: list[Any] = []
         flat_paths: list[str] = []
@@ -259,11 +278,9 @@ class Jit:
         lowered = lower(fused, self.backend, bound, owned, self._fallback, call.binding is not None)
         # From the lowered program: only there it shows which results are updated in place and which are copies.
         outputs = self._outputs(call, lowered.program, described)
-        param_paths = call.binding.paths if call.binding is not None else ()
         return Variant(
             call.key,
             call.paths,
-            param_paths,
             program,
             fused,
             fusions,
@@ -318,9 +335,7 @@ class Jit:
             with self._lock:
                 variant = self.variants.peek(call.key)
                 if variant is None:
-                    self.variants.refuse_if_frozen(call.key, call.paths, self._name)
-                    variant = self._compile(call)
-                    self.variants.put(variant)
+                    variant = self._compile_missing(call)
                     compiled += 1
             self._executable(variant, call.binding)
         return compiled

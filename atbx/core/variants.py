@@ -17,7 +17,9 @@ from atbx.core import trees
 from atbx.core.abstract import SHORT_DTYPES
 from atbx.core.backend import Choice
 from atbx.core.errors import FrozenCacheError
+from atbx.core.exact import exact
 from atbx.core.executable import Executable, Lowered
+from atbx.core.interning import Interned
 from atbx.core.program import Program
 from atbx.core.rewrite import Applied
 
@@ -28,17 +30,17 @@ LEAF_COMPONENTS = ("shape", "dtype", "device", "layout")
 class Key:
     """What a variant assumes, by component.
 
-    structures: (argument, tree structure) for every dynamic argument.
-    leaves:     signature of each leaf (shape, dtype, device, contiguous), arenas expanded in place.
-    params:     signature of the binding, or None.
-    statics:    (argument, value) for every static argument.
+    structures: (argument, tree structure) for every dynamic argument, interned.
+    leaves:     signature of each leaf (shape, dtype, device, contiguous); an arena's are one, interned.
+    params:     name of the bound argument and the binding's signature, interned; None without a binding.
+    statics:    name of every static argument and its value, interned.
     mode:       (name, value) of what holds for the whole function: backend, numerics, fallback.
     """
 
-    structures: tuple[tuple[str, trees.TreeDef], ...]
+    structures: tuple[Interned, ...]
     leaves: tuple[Hashable, ...]
-    params: Hashable
-    statics: tuple[tuple[str, Hashable], ...]
+    params: tuple[str, Interned] | None
+    statics: tuple[tuple[str, Interned], ...]
     mode: tuple[tuple[str, Hashable], ...]
 
 
@@ -61,7 +63,6 @@ class Variant:
 
     key: Key
     paths: tuple[str, ...]
-    param_paths: tuple[str, ...]
     program: Program
     fused: Program
     fusions: tuple[Applied, ...]
@@ -95,7 +96,7 @@ def describe_key(key: Key, paths: Iterable[str]) -> str:
 
 def structure_statics(key: Key) -> Iterator[tuple[str, Hashable]]:
     """Static fields of arguments that are dataclass nodes and plain numbers, such as a cache's extent."""
-    for argument, treedef in key.structures:
+    for argument, treedef in (token.value for token in key.structures):
         if treedef.type is not None and dataclasses.is_dataclass(treedef.type):
             for name, value in _static_fields(treedef):
                 if isinstance(value, int):
@@ -115,18 +116,20 @@ def differences(key: Key, paths: tuple[str, ...], cached: Variant) -> tuple[Diff
         if value != old:
             found.append(Difference(name, "the function", str(value), str(old)))
     for (name, value), (_, old) in zip(key.statics, other.statics, strict=True):
-        if value != old:
-            found += _static_differences(name, value, old)
-    structures, olds = dict(key.structures), dict(other.structures)
+        if value is not old:
+            found += _static_differences(name, value.value, old.value)
+    structures = {token.value[0]: token for token in key.structures}
+    olds = {token.value[0]: token for token in other.structures}
     # An argument that is bound in one call and a plain tree in the other is told by the binding, below.
     for name in structures.keys() & olds.keys():
-        if structures[name] != olds[name]:
+        if structures[name] is not olds[name]:
             found += _structure_differences(name, structures[name], olds[name])
-    if paths == cached.paths:
-        for path, leaf, old in zip(paths, key.leaves, other.leaves, strict=True):
-            found += _leaf_differences(path, leaf, old)
+    cached_leaves = dict(zip(cached.paths, other.leaves, strict=True))
+    for path, leaf in zip(paths, key.leaves, strict=True):
+        if path in cached_leaves:
+            found += _leaf_differences(path, leaf, cached_leaves[path])
     if key.params != other.params:
-        found += _param_differences(key.params, other.params, cached.param_paths)
+        found += _param_differences(key.params, other.params)
     return tuple(found)
 
 
@@ -135,13 +138,24 @@ def _static_differences(name: str, value: Any, old: Any) -> list[Difference]:
         inner: list[Difference] = []
         for f in dataclasses.fields(value):
             a, b = getattr(value, f.name), getattr(old, f.name)
-            if a != b:
+            if f.compare and exact(a) != exact(b):
                 inner += _static_differences(f"{name}.{f.name}", a, b)
         return inner
     return [Difference("static argument", name, repr(value), repr(old))]
 
 
-def _structure_differences(name: str, treedef: Any, old: Any) -> list[Difference]:
+def _path_differences(name: str, paths: tuple[str, ...], olds: tuple[str, ...]) -> Difference | None:
+    """How two trees differ, told by the leaves that one of them lacks; None where their paths are the same."""
+    added, gone = [p for p in paths if p not in set(olds)], [p for p in olds if p not in set(paths)]
+    if not added and not gone:
+        return None
+    return Difference(
+        "tree structure", name, ", ".join(added) or "no leaf more", ", ".join(gone) or "no leaf more"
+    )
+
+
+def _structure_differences(name: str, token: Interned, cached: Interned) -> list[Difference]:
+    treedef, old = token.value[1], cached.value[1]
     fields = []
     if treedef.type is not None and treedef.type is old.type and dataclasses.is_dataclass(treedef.type):
         fields = [
@@ -149,7 +163,9 @@ def _structure_differences(name: str, treedef: Any, old: Any) -> list[Difference
             for (field_name, a), (_, b) in zip(_static_fields(treedef), _static_fields(old), strict=True)
             if a != b
         ]
-    return fields or [Difference("tree structure", name, str(treedef), str(old))]
+    by_path = _path_differences(name, token.paths, cached.paths)
+    found = [*fields, *([by_path] if by_path else [])]
+    return found or [Difference("tree structure", name, str(treedef), str(old))]
 
 
 def _static_fields(treedef: Any) -> tuple[tuple[str, Any], ...]:
@@ -173,8 +189,12 @@ def _leaf_differences(path: str, leaf: Any, old: Any) -> list[Difference]:
 
 
 def _arena_differences(path: str, arena: Any, old: Any) -> list[Difference]:
-    if isinstance(arena, tuple) or isinstance(old, tuple) or arena.paths != old.paths:
-        return [Difference("tree structure", path, "another arena structure", "")]
+    if isinstance(arena, tuple) or isinstance(old, tuple):
+        kinds = ["a tensor" if isinstance(x, tuple) else "a cache" for x in (arena, old)]
+        return [Difference("tree structure", path, *kinds)]
+    by_path = _path_differences(path, arena.paths, old.paths)
+    if by_path is not None:
+        return [by_path]
     return [
         difference
         for inner, leaf, before in zip(arena.paths, arena.value, old.value, strict=True)
@@ -182,19 +202,22 @@ def _arena_differences(path: str, arena: Any, old: Any) -> list[Difference]:
     ]
 
 
-def _param_differences(params: Any, old: Any, paths: tuple[str, ...]) -> list[Difference]:
-    if params is None or old is None:
-        return [
-            Difference(
-                "binding", "params", "bound" if params else "not bound", "bound" if old else "not bound"
-            )
-        ]
-    params, old = params.value, old.value
-    if params[0] != old[0]:
-        return [Difference("tree structure", "params", f"{len(params[1])} leaves", f"{len(old[1])} leaves")]
+def _param_differences(
+    params: tuple[str, Interned] | None, old: tuple[str, Interned] | None
+) -> list[Difference]:
+    if params is None or old is None or params[0] != old[0]:
+        name = params[0] if params else old[0] if old else ""
+        here, there = ("not bound" if p is None or p[0] != name else "bound" for p in (params, old))
+        return [Difference("binding", name, here, there)]
+    name, token, cached = params[0], params[1], old[1]
+    by_path = _path_differences(name, token.paths, cached.paths)
+    if by_path is not None:
+        return [by_path]
+    if token.value[0] != cached.value[0]:
+        return [Difference("tree structure", name, str(token.value[0]), str(cached.value[0]))]
     return [
-        Difference(component, f"params/{path}", str(a), str(b))
-        for path, new, before in zip(paths, params[1], old[1], strict=True)
+        Difference(component, f"{name}/{path}", str(a), str(b))
+        for path, new, before in zip(token.paths, token.value[1], cached.value[1], strict=True)
         for component, a, b in zip(("shape", "dtype", "device"), new, before, strict=True)
         if a != b
     ]
