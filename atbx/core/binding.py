@@ -130,11 +130,16 @@ class Preparer:
     def _compute(self, var: Var) -> torch.Tensor:
         """The value of `var`, not kept."""
         if var in self._leaf:
-            return self.binding.leaves[self._leaf[var]].to(var.abstract.dtype)
-        equation, index = self._maker[var]
+            index = self._leaf[var]
+            leaf = self.binding.leaves[index]
+            value = leaf.to(var.abstract.dtype)
+            if value is not leaf:
+                self.binding.finished({index})
+            return value
+        equation, place = self._maker[var]
         operands = [x.value if isinstance(x, Literal) else self._compute(x) for x in equation.inputs]
         result = equation.op.reference(*operands, **equation.params)
-        return result[index] if isinstance(result, tuple) else result
+        return result[place] if isinstance(result, tuple) else result
 
     def value(self, var: Var) -> torch.Tensor:
         """The value of `var` as the program knows it, kept in the store."""

@@ -19,12 +19,17 @@ def ladder(capacity: int, *, smallest: int = 1, doubling_until: int = 8, steps: 
     bucket is padded to at most (1 + 1/steps) of itself. Example: ladder(64) = 1 2 4 8 12 16 24 32 48 64.
 
     Raises:
-        BucketError: capacity or smallest is not positive, or smallest exceeds capacity.
+        BucketError: a number is not positive, or smallest exceeds capacity.
     """
     if capacity < 1 or smallest < 1 or smallest > capacity:
         raise BucketError(
             "a ladder of buckets needs 1 <= smallest <= capacity",
             found=f"smallest={smallest}, capacity={capacity}",
+        )
+    if doubling_until < 1 or steps < 1:
+        raise BucketError(
+            "a ladder of buckets needs positive steps",
+            found=f"doubling_until={doubling_until}, steps={steps}",
         )
     sizes: list[int] = []
     size = smallest
@@ -57,6 +62,9 @@ class Bucket:
     def __post_init__(self) -> None:
         if not self.axes:
             raise BucketError("a bucket names no (argument path, axis)")
+        for path, axis in self.axes:
+            if axis < 0:
+                raise BucketError("a bucket counts axes from the front", where=path, found=f"axis {axis}")
         if not self.sizes or list(self.sizes) != sorted(set(self.sizes)) or self.sizes[0] < 1:
             raise BucketError("bucket sizes must be positive and ascending", found=self.sizes)
 

@@ -113,6 +113,8 @@ class Executable:
         self.input_slots = tuple(self._slot(v) for v in program.inputs if v not in bound or preparer is None)
         for var, value in program.constants:
             self._template[self._slot(var)] = value.to(self._device)
+        if preparer is not None:
+            self._pack_largest_first(preparer, fed)
         workspace = self._workspace()
         front: list[Call] = []
         calls: list[Call] = []
@@ -164,6 +166,18 @@ class Executable:
         self.output_is_slot = tuple(isinstance(atom, Var) for atom in program.outputs)
         self.front = tuple(front)
         self.calls = self._with_drops(calls)
+
+    def _pack_largest_first(self, preparer: Preparer, fed: set[Var]) -> None:
+        """Pack every parameter, large ones first: a parameter and its packed copy are both in memory for a while, so
+        the peak is lowest when the largest is packed before the others have their copies."""
+        wanted = [
+            (atom, preparation)
+            for choice in self.lowered.choices
+            for position, preparation in choice.kernel.packs(choice.equation).items()
+            if isinstance(atom := choice.equation.inputs[position], Var) and atom in fed
+        ]
+        for atom, preparation in sorted(wanted, key=lambda item: -item[0].abstract.nbytes):
+            preparer.packed(atom, preparation)
 
     def _workspace(self) -> dict[Var, torch.Tensor]:
         """Views of one preallocated buffer for the results that kernels write into."""

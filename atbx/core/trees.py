@@ -6,6 +6,7 @@ Dicts are walked in optree's order (sorted keys, so "10" comes before "2"); list
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -59,6 +60,13 @@ def static_field(**kwargs: Any) -> Any:
     return dataclasses.field(metadata={"static": True}, **kwargs)
 
 
+def _fields_getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+    """A function that gives these fields of a value as a tuple; every step flattens its arguments through it."""
+    if len(names) > 1:
+        return operator.attrgetter(*names)
+    return lambda value: tuple(getattr(value, name) for name in names)
+
+
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, static_field))
 def node(cls: Class) -> Class:
     """Class decorator: a frozen dataclass that is a pytree node.
@@ -71,8 +79,10 @@ def node(cls: Class) -> Class:
     children = tuple(f.name for f in fields if not f.metadata.get("static"))
     static = tuple(f.name for f in fields if f.metadata.get("static"))
 
+    children_of, static_of = _fields_getter(children), _fields_getter(static)
+
     def flatten_node(value: Any) -> tuple[Any, Any, tuple[str, ...]]:
-        return tuple(getattr(value, n) for n in children), tuple(getattr(value, n) for n in static), children
+        return children_of(value), static_of(value), children
 
     def unflatten_node(metadata: Any, parts: Any) -> Any:
         # Not through __init__: a half-built value (placeholders as leaves) must be able to pass.

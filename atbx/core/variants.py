@@ -10,7 +10,7 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from atbx.core import trees
@@ -26,8 +26,7 @@ from atbx.core.rewrite import Applied
 LEAF_COMPONENTS = ("shape", "dtype", "device", "layout")
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """What a variant assumes, by component.
 
     structures: (argument, tree structure) for every dynamic argument, interned.
