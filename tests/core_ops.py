@@ -5,6 +5,7 @@ They stand apart from the real ops, so that a test of the core can fail for reas
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -199,3 +200,24 @@ def compiled(function: Callable[..., Any], **options: Any) -> Jit:
 def ops_of(program: Program) -> list[str]:
     """Names of a program's ops in order."""
     return [e.op.name for e in program.equations]
+
+
+def in_threads(count: int, work: Callable[[int], None]) -> None:
+    """`work(index)` in threads that start together; the first error of any is raised."""
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(count)
+
+    def run(index: int) -> None:
+        try:
+            barrier.wait()
+            work(index)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
