@@ -200,16 +200,16 @@ class Engine:
         self._count(live, B, 1)
         return logits[:, 0], cache
 
-    def activation_bytes(self, binding: Binding, rows: int, capacity: int) -> int:
-        """Peak of the intermediate values of the largest step of a run of this shape."""
-        chunk = Chunk((0,), 0, (min(self.policy.chunk, capacity),))
-        key = (binding.signature, rows, capacity)
-        if key not in self._activation:
-            args = self.planned_prefill(chunk, self.abstract_cache(binding, rows, capacity), binding, False)
+    def activation_bytes(self, binding: Binding) -> int:
+        """Peak of the intermediate values of the largest prefill step; staged once a binding's shapes."""
+        if binding.signature not in self._activation:
+            width = min(self.policy.chunk, self.policy.context)
+            cache = self.abstract_cache(binding, 1, self.policy.capacity(width))
+            args = self.planned_prefill(Chunk((0,), 0, (width,)), cache, binding, False)
             program = self.forward.stage(*args, fused=True)
             prepared = [v for e in program.equations if e.op.name == "concat" for v in e.outputs]
-            self._activation[key] = plan_program(program, skip=prepared).size
-        return self._activation[key]
+            self._activation[binding.signature] = plan_program(program, skip=prepared).size
+        return self._activation[binding.signature]
 
     def _count(self, real: int, rows: int, width: int) -> None:
         self.tally.real += real

@@ -140,7 +140,7 @@ class Generator:
         weights = sum(a.nbytes for a in binding.abstracts)
         missing = max(0, weights - binding.prepared_bytes)
         cache = self.engine.pool(binding).nbytes(rows, capacity, chunk)
-        activation = self.engine.activation_bytes(binding, rows, capacity)
+        activation = self.engine.activation_bytes(binding)
         refuse_if_too_large(MemoryNeeds(missing, cache, activation), self._memory_limit)
 
     def plan(self, params: Any, workload: Iterable[Request | Sequence[int]]) -> tuple[Planned, ...]:
@@ -155,6 +155,7 @@ class Generator:
     def warm(self, params: Any, workload: Iterable[Request | Sequence[int]]) -> int:
         """Compile every variant that these requests can need; returns how many were compiled."""
         model, sampler, scorer = self._planned(params, workload)
+        self.engine.activation_bytes(self.engine.planning_binding(params))
         compiled = self.engine.forward.warm(model)
         return compiled + self.sampler.program.warm(sampler) + self.scorer.program.warm(scorer)
 

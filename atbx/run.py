@@ -203,7 +203,8 @@ class Run:
     def _decode(self, tokens: torch.Tensor, active: Sequence[bool]) -> torch.Tensor:
         if self._cache is None:
             raise AtbxError("a run decodes only after its prompts were read")
-        longest = max(row.filled for row, goes_on in zip(self.rows, active, strict=True) if goes_on)
+        # Over ended rows too: the extent then only grows, through the steps that planning walks.
+        longest = max(row.filled for row in self.rows)
         counts = torch.tensor(active, dtype=torch.int64)
         # Rows and lengths made anew: a step plans by them on the host, and reading what the last step handed back
         # would wait for the device once more.
