@@ -141,7 +141,7 @@ def test_one_arena_at_two_leaves_and_a_tensor_of_it_beside_it_are_refused() -> N
         donate=("cache",),
     )
     value = arena()
-    with pytest.raises(DonationError, match=r"^x and cache/k: one buffer"):
+    with pytest.raises(DonationError, match=r"^other and cache/k: one buffer"):
         jit(value, value.tree["k"], 0)
     two = compiled(lambda a, b, x, at: grow(a, x, at), donate=("a",))
     with pytest.raises(DonationError, match=r"^a and b: one buffer"):
