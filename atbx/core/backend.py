@@ -15,7 +15,7 @@ import torch
 
 from atbx.core.abstract import Abstract
 from atbx.core.errors import FallbackError
-from atbx.core.op import Op, abstract_operand
+from atbx.core.op import Op, abstract_operands
 from atbx.core.program import Equation, Literal, Var
 from atbx.core.rewrite import FusionRule
 
@@ -182,7 +182,7 @@ class RunInterpreter:
         self.backend = backend
 
     def apply(self, op: Op, operands: tuple[Any, ...], params: dict[str, Any]) -> Any:
-        abstracts = tuple(map(abstract_operand, operands))
+        abstracts = abstract_operands(op, operands)
         results = op.results(*abstracts, **params)
         if op.updates:
             return op.reference(*operands, **params)

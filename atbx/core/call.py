@@ -59,6 +59,7 @@ class Signature:
     mode: tuple[tuple[str, Hashable], ...]
     positional_only: int
     keyword_only: int
+    chosen: dict[tuple[str, int], int] = field(default_factory=dict)
     layouts: dict[tuple[str, trees.TreeDef], Layout] = field(default_factory=dict)
     tokens: StaticTokens = field(default_factory=StaticTokens)
 
@@ -462,6 +463,7 @@ def _read_group(call: Arguments, name: str, value: Any) -> None:
 def _pad(call: Arguments, given: list[Any], layout: Layout) -> list[Any]:
     """The leaves with every bucketed axis padded; notes the real sizes."""
     leaves = given.copy()
+    chosen = call.signature.chosen
     for index, axis, tag in layout.padded:
         leaf = leaves[index]
         shape = getattr(leaf, "shape", ())
@@ -479,7 +481,9 @@ def _pad(call: Arguments, given: list[Any], layout: Layout) -> list[Any]:
                 expected=call.sizes[tag],
                 found=real,
             )
-        size = call.signature.buckets[tag].choose(real, tag)
+        size = chosen.get((tag, real))
+        if size is None:
+            size = chosen[tag, real] = call.signature.buckets[tag].choose(real, tag)
         if size != real:
             leaves[index] = _padded(leaf, [*shape[:axis], size, *shape[axis + 1 :]])
     return leaves

@@ -13,8 +13,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
+
 from atbx.core.abstract import Abstract
-from atbx.core.errors import AtbxError
+from atbx.core.donation import refuse_donated
+from atbx.core.errors import AtbxError, StagingError
 
 Shapes = Abstract | tuple[Abstract, ...]
 
@@ -139,7 +142,7 @@ class ReferenceInterpreter:
     """Applies reference rules to tensors: the meaning of a function, slowly."""
 
     def apply(self, op: Op, operands: tuple[Any, ...], params: dict[str, Any]) -> Any:
-        op.shape(*(abstract_operand(x) for x in operands), **params)
+        op.shape(*abstract_operands(op, operands), **params)
         return op.reference(*operands, **params)
 
 
@@ -148,6 +151,29 @@ def abstract_operand(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, Abstract)):
         return value
     return Abstract(tuple(value.shape), value.dtype)
+
+
+def abstract_operands(op: Op, operands: Iterable[Any]) -> tuple[Any, ...]:
+    """Operands of an op that runs at once, as shape rules see them.
+
+    Raises:
+        DonationError: a tensor was donated to a compiled step.
+        StagingError: an operand is of another kind, such as a staged value that outlived its function.
+    """
+    found: list[Any] = []
+    for index, value in enumerate(operands):
+        if isinstance(value, torch.Tensor):
+            refuse_donated(value, f"operand {index} of {op.name}")
+        elif value is not None and not isinstance(value, (bool, int, float, Abstract)):
+            raise StagingError(
+                f"{op.name} got a {type(value).__name__}",
+                where=f"operand {index}",
+                expected="a tensor, a number or None",
+                found=repr(value),
+                hint="A staged value must not outlive the function that made it",
+            )
+        found.append(abstract_operand(value))
+    return tuple(found)
 
 
 _registry: dict[str, Op] = {}

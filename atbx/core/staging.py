@@ -17,6 +17,7 @@ import torch
 
 from atbx.core import trees
 from atbx.core.abstract import Abstract, Dim, tag_of
+from atbx.core.donation import refuse_donated
 from atbx.core.errors import BucketError, StagingError
 from atbx.core.op import Op, interpreter
 from atbx.core.program import Atom, Equation, Literal, Program, Var
@@ -100,7 +101,8 @@ class Staged:
     __sub__, __rsub__ = _binary("subtract"), _binary("subtract", reflected=True)
     __mul__, __rmul__ = _binary("multiply"), _binary("multiply", reflected=True)
     __truediv__, __rtruediv__ = _binary("divide"), _binary("divide", reflected=True)
-    __matmul__, __getitem__ = _binary("matmul"), _binary("getitem")
+    __matmul__, __rmatmul__ = _binary("matmul"), _binary("matmul", reflected=True)
+    __getitem__ = _binary("getitem")
     __lt__, __le__ = _binary("less"), _binary("less_equal")
     __gt__, __ge__ = _binary("less", reflected=True), _binary("less_equal", reflected=True)
     __eq__, __ne__ = _binary("equal"), _binary("not_equal")
@@ -171,6 +173,7 @@ class Trace:
 
     def constant(self, tensor: torch.Tensor, op: Op) -> Var:
         """A small captured tensor as a constant; a large one is refused."""
+        refuse_donated(tensor, f"a tensor captured at {user_line()}")
         if tensor.numel() > LARGEST_CONSTANT:
             _refuse(
                 f"{op.name} got a tensor {tuple(tensor.shape)} that the function captured",
