@@ -67,4 +67,14 @@ class Score:
     @property
     def perplexity(self) -> list[float]:
         """exp(-mean log-likelihood) of each row."""
-        return [math.exp(-t / n) if n else math.nan for t, n in zip(self.total, self.tokens, strict=True)]
+        return [_perplexity(t, n) for t, n in zip(self.total, self.tokens, strict=True)]
+
+
+def _perplexity(total: float, tokens: int) -> float:
+    """exp(-total / tokens): infinite past the largest float, NaN for no tokens."""
+    if not tokens:
+        return math.nan
+    try:
+        return math.exp(-total / tokens)
+    except OverflowError:
+        return math.inf

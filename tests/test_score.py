@@ -12,6 +12,7 @@ from small_models import random_params, small_llama
 
 import atbx
 from atbx.models import llama
+from atbx.results import Score
 from atbx.schedule import Policy
 
 CONFIG = small_llama()
@@ -87,3 +88,7 @@ def test_prompt_logprobs_change_no_generated_token() -> None:
     generate = atbx.generator(llama.forward, CONFIG)
     plain = generate(PARAMS, PROMPTS, max_new_tokens=6).tokens
     assert generate(PARAMS, PROMPTS, max_new_tokens=6, prompt_logprobs=0).tokens == plain
+
+
+def test_a_perplexity_past_the_largest_float_is_infinite() -> None:
+    assert Score([[-800.0], [-1.0]], [-800.0, -1.0], [1, 1]).perplexity == [math.inf, math.e]

@@ -68,7 +68,7 @@ def memory_needs(opened: Opened, rows: int, tokens: int) -> MemoryNeeds:
     return MemoryNeeds(
         sum(leaf.nbytes for leaf in leaves(opened.params)),
         engine.pool(binding).nbytes(batch, capacity, engine.policy.chunk),
-        engine.activation_bytes(binding, batch, capacity),
+        engine.activation_bytes(binding),
     )
 
 
