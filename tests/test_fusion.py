@@ -61,8 +61,12 @@ def test_a_llama_layer_is_twenty_equations_and_four_after_fusion() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("changes", [{}, {"qkv_bias": True, "out_bias": True, "mlp_bias": True}, {"window": 3}])
-def test_fused_kernels_agree_with_unfused_ones_and_both_with_fp64(dtype: torch.dtype, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changes", [{}, {"qkv_bias": True, "out_bias": True, "mlp_bias": True}, {"window": 3}]
+)
+def test_fused_kernels_agree_with_unfused_ones_and_both_with_fp64(
+    dtype: torch.dtype, changes: dict[str, Any]
+) -> None:
     config = small_llama(**changes)
     tree = random_params(config, dtype)
     logits = {}
@@ -86,7 +90,12 @@ def test_a_rule_does_not_apply_where_an_intermediate_has_another_use() -> None:
         return x + ops.linear(hidden, p["down"]), h
 
     params = atbx.bind(
-        {"norm": torch.ones(8), "gate": torch.randn(16, 8), "up": torch.randn(16, 8), "down": torch.randn(8, 16)}
+        {
+            "norm": torch.ones(8),
+            "gate": torch.randn(16, 8),
+            "up": torch.randn(16, 8),
+            "down": torch.randn(8, 16),
+        }
     )
     program = atbx.jit(peeks).stage(params, torch.randn(1, 2, 8), fused=True)
     assert [e.op.name for e in program.equations] == [

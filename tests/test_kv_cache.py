@@ -27,7 +27,9 @@ def extend(k: Any, cache: KVCache, counts: Any) -> KVCache:
 step = atbx.jit(extend, donate=("cache",))
 
 
-def filled(batch: int, tokens: int, *, capacity: int = 16, spec: CacheSpec = SPEC, chunk: int | None = None) -> KVCache:
+def filled(
+    batch: int, tokens: int, *, capacity: int = 16, spec: CacheSpec = SPEC, chunk: int | None = None
+) -> KVCache:
     """A cache of `tokens` tokens a row; slot t of row b holds 100 b + t."""
     cache = kv_cache.init(spec, batch=batch, capacity=capacity, dtype=torch.float32, chunk=chunk or capacity)
     for t in range(tokens):
@@ -91,7 +93,9 @@ def test_truncating_a_window_past_its_wrap_raises() -> None:
     assert cache.arena.tree["k"][0].shape[1] == 6
     # Six slots hold positions 3..8. Length 6 needs 3..5; length 5 would need position 2, which is gone.
     assert kv_cache.truncate(cache, [6]).lengths.tolist() == [6]
-    with pytest.raises(CacheStateError, match=r"layer 0 keeps a window of 4 tokens in 6 slots.*at least 6.*found 5"):
+    with pytest.raises(
+        CacheStateError, match=r"layer 0 keeps a window of 4 tokens in 6 slots.*at least 6.*found 5"
+    ):
         kv_cache.truncate(cache, [5])
 
 
@@ -160,7 +164,9 @@ def _interrupt(x: torch.Tensor) -> torch.Tensor:
     raise KeyboardInterrupt
 
 
-EXPLODE = atbx.define_op("explode_in_test", shape=lambda x: atbx.Abstract(x.shape, x.dtype), reference=_interrupt)
+EXPLODE = atbx.define_op(
+    "explode_in_test", shape=lambda x: atbx.Abstract(x.shape, x.dtype), reference=_interrupt
+)
 
 
 def test_exactly_full_is_allowed_and_one_more_is_not() -> None:
