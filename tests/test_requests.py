@@ -122,7 +122,9 @@ def test_each_option_is_planned_as_it_is_run(options: dict[str, Any]) -> None:
     generate = atbx.generator(llama.forward, CONFIG, eos=EOS)
     generate.warm(PARAMS, [atbx.Request((17, 300), 4, options)])
     generate.freeze()
-    generate(PARAMS, [[1] * 17, [2] * 300], max_new_tokens=4, **options)
+    result = generate(PARAMS, [[1] * 17, [2] * 300], max_new_tokens=4, **options)
+    assert all(1 <= len(tokens) <= 4 for tokens in result.tokens)
+    assert generate.cache_info().variants == len(generate.plan(PARAMS, [atbx.Request((17, 300), 4, options)]))
 
 
 def test_values_of_options_are_never_part_of_a_key() -> None:
