@@ -18,7 +18,8 @@ from atbx.core.arena import Arena, StagedArena
 from atbx.core.backend import Backend, Choice
 from atbx.core.binding import Binding
 from atbx.core.buckets import Bucket
-from atbx.core.call import Arguments, Signature, read_arguments
+from atbx.core.call import Arguments, read_arguments
+from atbx.core.call_signature import Signature
 from atbx.core.donation import is_donated
 from atbx.core.errors import BucketError, DonationError, OptionError, StagingError, UnsupportedError
 from atbx.core.executable import Executable, lower
