@@ -506,12 +506,23 @@ def test_ids_that_the_tokenizer_lacks_are_neither_drawn_biased_nor_reported() ->
     table[:, 17:] = 50.0
     generate = make(20, text=StubText())
     result = generate(
-        params_of(table), [[1], [19]], max_new_tokens=40, eos=(), temperature=5.0, seed=1, logprobs=20
+        params_of(table), [[1], [16]], max_new_tokens=40, eos=(), temperature=5.0, seed=1, logprobs=20
     )
     assert {token for row in result.tokens for token in row} == set(range(17))
     assert all(len(entry.top) == 17 for row in result.logprobs or [] for entry in row)
     with pytest.raises(OptionError, match=r"^logit_bias\[17\]: is outside the vocabulary; expected under 17"):
         generate(params_of(table), [1], max_new_tokens=1, logit_bias={17: 1.0})
+    with pytest.raises(
+        OptionError, match=r"^tokens\[0\]: is outside the vocabulary; expected 0 to 16, found 19"
+    ):
+        generate(params_of(table), [19], max_new_tokens=1)
+
+
+def test_ids_that_the_tokenizer_lacks_take_no_share_of_a_score() -> None:
+    table = torch.zeros(20, 20)
+    table[:, 17:] = 50.0
+    score = make(20, text=StubText()).score(params_of(table), [1, 2, 3])
+    assert score.logprobs[0] == pytest.approx([-math.log(17)] * 2)
 
 
 def test_both_end_tokens_of_a_tokenizer_end_a_row_and_show_no_text() -> None:
