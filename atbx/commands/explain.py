@@ -77,7 +77,7 @@ def _totals(step: Explanation) -> dict[str, Any]:
         "equations": len(costs),
         "flops": sum(cost.flops for cost in costs),
         "bytes": sum(cost.bytes for cost in costs),
-        "launches": sum(choice.kernel.launches for choice in step.choices),
+        "launches": sum(choice.launches for choice in step.choices),
         "tiers": tiers,
         "workspace_bytes": step.variant.lowered.memory.size,
     }

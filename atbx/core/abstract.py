@@ -7,7 +7,7 @@ initial values derive. An axis may carry a bucket tag (`Dim`): its size is padde
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -60,6 +60,7 @@ class Abstract:
             (Flax kernels); None for anything else. Checkpoint metadata carries it, because a square matrix
             hides a transposition from every shape check.
     init:   how random initial values are drawn: "normal" (std 0.02), "ones" or "zeros".
+    device: kind of device that the tensor it stands for is on; says nothing of the values of a program.
     """
 
     shape: tuple[int, ...]
@@ -67,6 +68,7 @@ class Abstract:
     axes: tuple[str, ...] | None = None
     layout: str | None = None
     init: str = "normal"
+    device: str = field(default="cpu", compare=False, repr=False)
 
     @property
     def ndim(self) -> int:
@@ -92,7 +94,8 @@ def abstract_of(value: Any) -> Abstract:
     """The `Abstract` of a tensor, or of anything that has `shape` and `dtype`."""
     if isinstance(value, Abstract):
         return value
-    return Abstract(tuple(value.shape), value.dtype)
+    kind = value.device.type if isinstance(value, torch.Tensor) else "cpu"
+    return Abstract(tuple(value.shape), value.dtype, device="cpu" if kind == "meta" else kind)
 
 
 def tree_bytes(tree: Any) -> int:

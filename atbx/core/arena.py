@@ -19,10 +19,10 @@ from atbx.core.interning import intern_signature
 def leaf_signature(leaf: torch.Tensor | Abstract) -> tuple[Any, ...]:
     """What a compiled variant assumes of a tensor: shape, dtype, device type, and whether it is contiguous.
 
-    An abstract leaf stands for a contiguous tensor on the host.
+    An abstract leaf stands for a contiguous tensor on the device that it names.
     """
     if isinstance(leaf, Abstract):
-        return tuple(map(int, leaf.shape)), leaf.dtype, "cpu", True
+        return tuple(map(int, leaf.shape)), leaf.dtype, leaf.device, True
     return tuple(leaf.shape), leaf.dtype, leaf.device.type, leaf.is_contiguous()
 
 

@@ -68,7 +68,7 @@ class Kernel:
     packs:    `packs(equation)`: operand index to `Preparation`; such operands must be bound parameters.
     plan:     the host plan, if the kernel needs one.
     tier:     one of `TIERS`.
-    launches: kernel launches it costs.
+    launches: kernel launches it costs: a number, or a function of the equation.
     writes_out: the function takes preallocated result tensors as its last arguments, after the host plan.
     """
 
@@ -79,8 +79,12 @@ class Kernel:
     packs: Callable[[Equation], Mapping[int, Preparation]] = lambda equation: {}
     plan: HostPlan | None = None
     tier: str = "composed"
-    launches: int = 1
+    launches: int | Callable[[Equation], int] = 1
     writes_out: bool = False
+
+    def launches_of(self, equation: Equation) -> int:
+        """Kernel launches that `equation` costs."""
+        return self.launches(equation) if callable(self.launches) else self.launches
 
 
 def reference_kernel(op: Op) -> Kernel:
@@ -110,6 +114,11 @@ class Choice:
     refused: tuple[Refusal, ...]
 
     @property
+    def launches(self) -> int:
+        """Kernel launches of the equation."""
+        return self.kernel.launches_of(self.equation)
+
+    @property
     def is_fallback(self) -> bool:
         """Whether the reference rule runs because nothing else applies."""
         return self.kernel.tier == "reference"
@@ -124,12 +133,19 @@ class Choice:
 
 @dataclass
 class Backend:
-    """A device's kernels by op (preferred first) and its fusion rules (applied in order)."""
+    """A device's kernels by op (preferred first) and its fusion rules (applied in order).
+
+    executable: `executable(lowered, preparer or None)` makes what runs a lowered program; None is the call list
+                of `core.executable`, which runs where the operands are.
+    accepts:    kinds of device whose tensors a call may pass; small host values are uploaded by the executable.
+    """
 
     name: str
     device: torch.device
     table: dict[str, list[Kernel]] = field(default_factory=dict)
     rules: list[FusionRule] = field(default_factory=list)
+    executable: Callable[[Any, Any], Any] | None = None
+    accepts: tuple[str, ...] = ()
 
     def add(self, kernel: Kernel, *, preferred: bool = False) -> Kernel:
         """Enter a kernel, last in preference unless `preferred`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -96,6 +96,15 @@ class Arguments:
         """Indices of the program inputs that belong to donated arguments."""
         return tuple(i for i, (*_, donated) in enumerate(self.expanded()) if donated)
 
+    @functools.cached_property
+    def host_indices(self) -> tuple[int, ...]:
+        """Indices of the program inputs that are plain tensors in host memory."""
+        return tuple(
+            i
+            for i, (_, leaf, _, arena, _) in enumerate(self.expanded())
+            if arena is None and (leaf.device if isinstance(leaf, Abstract) else leaf.device.type) == "cpu"
+        )
+
     def is_donated_arena(self, index: int) -> bool:
         """Whether arena number `index` belongs to a donated argument."""
         return any(arena == index and donated for *_, arena, donated in self.expanded())
@@ -175,8 +184,8 @@ class Arguments:
                 mark_donated(tensor, f"{path} of {function}")
         return [value for value, _ in taken]
 
-    def refuse_other_devices(self, device: str) -> None:
-        """Raise StagingError unless every tensor is on the backend's kind of device."""
+    def refuse_other_devices(self, allowed: Sequence[str]) -> None:
+        """Raise StagingError unless every tensor is on a kind of device that the backend accepts."""
         leaves = [(path, leaf) for path, leaf, *_ in self.expanded()]
         if self.binding is not None:
             leaves += [
@@ -184,11 +193,11 @@ class Arguments:
                 for p, t in zip(self.binding.paths, self.binding.leaves, strict=True)
             ]
         for path, leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.device.type != device:
+            if isinstance(leaf, torch.Tensor) and leaf.device.type not in allowed:
                 raise StagingError(
                     "a tensor is not on the device of the backend",
                     where=path,
-                    expected=device,
+                    expected=" or ".join(allowed),
                     found=leaf.device.type,
                 )
 
@@ -225,7 +234,7 @@ def _as_leaf(value: Any, path: str) -> Any:
 
 def _padded(tensor: Any, shape: Sequence[int]) -> Any:
     if isinstance(tensor, Abstract):
-        return Abstract(tuple(shape), tensor.dtype)
+        return replace(tensor, shape=tuple(shape))
     padded = tensor.new_zeros(tuple(shape))
     padded[tuple(slice(0, n) for n in tensor.shape)] = tensor
     return padded

@@ -36,7 +36,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Lowered:
-    """A program with its kernels chosen, independent of any one binding."""
+    """A program with its kernels chosen, independent of any one binding.
+
+    host:  inputs that lie in host memory while the kernels run on a device: the executable uploads them.
+    fixed: inputs that belong to arenas: their addresses stay, so they may be built into an executable.
+    host_results: results are wanted in host memory.
+    """
 
     program: Program
     bound: tuple[Var, ...]
@@ -44,6 +49,9 @@ class Lowered:
     choices: tuple[Choice, ...]
     memory: MemoryPlan
     copies: tuple[str, ...]
+    host: frozenset[Var] = frozenset()
+    fixed: frozenset[Var] = frozenset()
+    host_results: bool = False
 
 
 def with_copies(
@@ -165,7 +173,11 @@ class Executable:
         )
         self.output_is_slot = tuple(isinstance(atom, Var) for atom in program.outputs)
         self.front = tuple(front)
-        self.calls = self._with_drops(calls)
+        keep = {s for s, is_slot in zip(self._outputs, self.output_is_slot, strict=True) if is_slot}
+        keep |= {s for s, v in enumerate(self._template) if v is not None} | set(self.input_slots)
+        for call in self.front:
+            keep.update(call.outs)
+        self.calls = with_drops(calls, keep)
 
     def _pack_largest_first(self, preparer: Preparer, fed: set[Var]) -> None:
         """Pack every parameter, large ones first: a parameter and its packed copy are both in memory for a while, so
@@ -189,22 +201,6 @@ class Executable:
             .view(var.abstract.shape)
             for var, offset in memory.offsets.items()
         }
-
-    def _with_drops(self, calls: Sequence[Call]) -> tuple[Call, ...]:
-        """Mark where each transient slot is read last, so that its memory goes back at once."""
-        keep = {s for s, is_slot in zip(self._outputs, self.output_is_slot, strict=True) if is_slot}
-        keep |= {s for s, v in enumerate(self._template) if v is not None} | set(self.input_slots)
-        for call in self.front:
-            keep.update(call.outs)
-        last: dict[int, int] = {}
-        for index, call in enumerate(calls):
-            for slot in (*call.reads, *call.outs):
-                last[slot] = index
-        drops: dict[int, list[int]] = {}
-        for slot, index in last.items():
-            if slot not in keep:
-                drops.setdefault(index, []).append(slot)
-        return tuple(replace(call, drops=tuple(drops.get(i, ()))) for i, call in enumerate(calls))
 
     def begin(self, inputs: Sequence[Any]) -> list[Any]:
         """The slots of one step, its host plans made and its bounds checked; nothing is launched yet."""
@@ -230,6 +226,19 @@ class _PlanMaker:
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         return self.make(self.key, *tensors)
+
+
+def with_drops(calls: Sequence[Call], keep: set[int]) -> tuple[Call, ...]:
+    """The calls with each slot that is not in `keep` marked where it is read last, so that its memory goes back."""
+    last: dict[int, int] = {}
+    for index, call in enumerate(calls):
+        for slot in (*call.reads, *call.outs):
+            last[slot] = index
+    drops: dict[int, list[int]] = {}
+    for slot, index in last.items():
+        if slot not in keep:
+            drops.setdefault(index, []).append(slot)
+    return tuple(replace(call, drops=tuple(drops.get(i, ()))) for i, call in enumerate(calls))
 
 
 def run_calls(calls: Sequence[Call], slots: list[Any]) -> None:

@@ -9,24 +9,24 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
 from atbx.core.abstract import tag_of
 from atbx.core.arena import Arena, StagedArena
 from atbx.core.backend import Backend, Choice
-from atbx.core.binding import Binding
+from atbx.core.binding import Binding, Preparer
 from atbx.core.buckets import Bucket
 from atbx.core.call import Arguments, read_arguments
 from atbx.core.call_signature import Signature
 from atbx.core.donation import is_donated
 from atbx.core.errors import BucketError, DonationError, OptionError, StagingError, UnsupportedError
-from atbx.core.executable import Executable, lower
+from atbx.core.executable import Executable, Lowered, lower
 from atbx.core.memory import storage_roots
 from atbx.core.op import has_interpreter, interpreter
 from atbx.core.program import Program, Var
-from atbx.core.rewrite import drop_dead, fuse, share_common
+from atbx.core.rewrite import Applied, drop_dead, fuse, share_common
 from atbx.core.staging import Staged, Trace
 from atbx.core.trees import TreeDef, flatten_with_paths, unflatten
 from atbx.core.variants import CacheInfo, Miss, Variant, VariantCache, describe_key
@@ -107,6 +107,7 @@ class Jit:
         numerics: str = "fast",
         fallback: str = "report",
         capacity: int = 256,
+        host_results: bool = False,
     ) -> None:
         if numerics not in NUMERICS:
             raise UnsupportedError(
@@ -130,6 +131,7 @@ class Jit:
         self.backend = backend
         mode = (("backend", backend.name), ("numerics", numerics), ("fallback", fallback))
         self._fallback = fallback
+        self._host_results = host_results
         self._signature = Signature.of(function, tuple(static), tuple(donate), dict(buckets or {}), mode)
         self.variants = VariantCache(capacity)
         self._lock = threading.RLock()
@@ -158,7 +160,7 @@ class Jit:
 
     def _compile_missing(self, call: Arguments) -> Variant:
         self.variants.refuse_if_frozen(call.key, call.paths, self._name)
-        call.refuse_other_devices(self.backend.device.type)
+        call.refuse_other_devices((self.backend.device.type, *self.backend.accepts))
         variant = self._compile(call)
         self.variants.put(variant)
         return variant
@@ -168,13 +170,18 @@ class Jit:
             executable = variant.unbound if binding is None else variant.executables.get(binding)
             if executable is None:
                 if binding is None:
-                    executable = Executable(variant.lowered, None, self.backend.device)
+                    executable = self._make_executable(variant.lowered, None)
                     variant.unbound = executable
                 else:
                     preparer = binding.preparer(variant.lowered.bound, variant.lowered.prepared)
-                    executable = Executable(variant.lowered, preparer, self.backend.device)
+                    executable = self._make_executable(variant.lowered, preparer)
                     variant.executables[binding] = executable
             return executable
+
+    def _make_executable(self, lowered: Lowered, preparer: Preparer | None) -> Any:
+        if self.backend.executable is not None:
+            return self.backend.executable(lowered, preparer)
+        return Executable(lowered, preparer, self.backend.device)
 
     def _run(self, call: Arguments, variant: Variant, executable: Executable) -> Any:
         # The host plans check bounds first: a refused step has changed nothing and donated nothing.
@@ -272,11 +279,16 @@ class Jit:
         start = perf_counter()
         program, described = self._stage(call)
         self._refuse_useless_donation(call, program)
-        simplified = drop_dead(share_common(program))
         bound = program.inputs[len(call.abstracts) :]
-        fused, fusions = fuse(simplified, self.backend.rules, bound)
+        fused, fusions = self._fuse(program, bound)
         owned = [fused.inputs[i] for i in call.donated_indices]
         lowered = lower(fused, self.backend, bound, owned, self._fallback, call.binding is not None)
+        lowered = replace(
+            lowered,
+            host=frozenset(fused.inputs[i] for i in call.host_indices),
+            fixed=frozenset(v for inputs in call.arena_inputs(fused.inputs) for v in inputs),
+            host_results=self._host_results,
+        )
         # From the lowered program: only there it shows which results are updated in place and which are copies.
         outputs = self._outputs(call, lowered.program, described)
         return Variant(
@@ -311,7 +323,12 @@ class Jit:
         if not fused:
             return program
         bound = program.inputs[len(call.abstracts) :]
-        return fuse(drop_dead(share_common(program)), self.backend.rules, bound)[0]
+        return self._fuse(program, bound)[0]
+
+    def _fuse(self, program: Program, bound: Sequence[Var]) -> tuple[Program, tuple[Applied, ...]]:
+        """The program after fusion; what rules bring in once a layer (a table, say) is shared like anything else."""
+        fused, applied = fuse(drop_dead(share_common(program)), self.backend.rules, bound)
+        return drop_dead(share_common(fused)), applied
 
     def plan(self, workload: Iterable[Sequence[Any]]) -> tuple[Planned, ...]:
         """The distinct variants that calls with these argument tuples need; nothing is compiled.
@@ -328,11 +345,12 @@ class Jit:
     def warm(self, workload: Iterable[Sequence[Any]]) -> int:
         """Compile what calls with these argument tuples need, and pack the parameters they bind.
 
+        The largest goes first: captured graphs share one memory pool, which the largest then sizes.
         Returns how many variants were compiled.
         """
         compiled = 0
-        for args in workload:
-            call = read_arguments(self._signature, tuple(args), {})
+        calls = [read_arguments(self._signature, tuple(args), {}) for args in workload]
+        for call in sorted(calls, key=lambda call: -sum(a.numel for a in call.abstracts)):
             with self._lock:
                 variant = self.variants.peek(call.key)
                 if variant is None:
@@ -383,6 +401,7 @@ def jit(function: Callable[..., Any], backend: Backend, **options: Any) -> Jit:
         numerics: "fast".
         fallback: "report", or "error" to refuse ops that only the reference rule serves.
         capacity: variants kept at most; the least recently used goes first.
+        host_results: results come back in host memory, read together with one wait for the device.
 
     Raises:
         StaticArgumentError, BucketError, DonationError: an option names no argument, or contradicts another.
