@@ -13,6 +13,7 @@ from atbx.kernels.ascend.schemas.reader import (
     has_meta,
     in_versions,
     operators,
+    releases,
     schema,
     versions,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "in_versions",
     "kind_of",
     "operators",
+    "releases",
     "schema",
     "versions",
 ]

@@ -113,7 +113,7 @@ def _has(version: str, operator: str) -> bool:
     try:
         return bool(reader.overloads(version, operator))
     except OptionError:
-        if version not in reader.versions():
+        if version not in reader.releases():
             raise
         return False
 

@@ -4,7 +4,8 @@
 
 A version is downloaded with pip (aarch64 first: its libraries hold every registration string whole, on x86-64 some
 are split), a file is read as it is; several wheels of one version add up. `--check` writes nothing and says how the
-wheels differ from the data files.
+wheels differ from the data files. A release whose operators are those of a data file gets no file of its own but a
+line in `same_operators.json`: the operators follow the op-plugin release, which several torch versions share.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from atbx.kernels.ascend.schemas.registrations import (
 )
 
 DATA_FOLDER = Path(__file__).parent
+SAME_OPERATORS = "same_operators.json"
 _PLATFORMS = (
     "manylinux_2_28_aarch64",
     "manylinux2014_aarch64",
@@ -95,6 +97,13 @@ def read_wheel(path: Path) -> WheelSchemas:
         )
     for name, text in python_definitions(files).items():
         operators.setdefault(name, {"schema": text, "evidence": "wheel python"})
+    listed = listed_names(files)
+    # On x86-64 the rest of another constant may stand right before a name: only announced names are names.
+    operators = {
+        name: entry
+        for name, entry in operators.items()
+        if name.startswith("npu::") or name.split(".")[0] in listed
+    }
     with_meta = meta_functions(files)
     for name, entry in operators.items():
         entry["meta"] = name in with_meta
@@ -103,7 +112,7 @@ def read_wheel(path: Path) -> WheelSchemas:
         file=path.name,
         sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
         operators=operators,
-        listed=frozenset(listed_names(files)),
+        listed=frozenset(listed),
         graph_updates=graph_updates(files),
     )
 
@@ -202,38 +211,60 @@ def main(arguments: list[str] | None = None) -> int:
                 is_file = source.endswith(".whl") or Path(source).is_file()
                 wheel = read_wheel(Path(source) if is_file else download(source, Path(folder)))
             versions.setdefault(wheel.version, []).append(wheel)
-        contents = {version: data_file(wheels) for version, wheels in versions.items()}
+        contents = [data_file(wheels) for wheels in versions.values()]
     except AtbxError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    differing = [_report(version, data, options.out, options.check) for version, data in contents.items()]
+    differing = [_report(data, options.out, options.check) for data in contents]
     return int(any(differing))
 
 
-def _report(version: str, data: dict[str, Any], folder: Path, check: bool) -> bool:
-    """Write or compare one data file, with a line on what it holds; True if a comparison failed."""
-    path = folder / f"torch_npu-{version}.json"
+def _report(data: dict[str, Any], folder: Path, check: bool) -> bool:
+    """Write or compare one release, with a line on what it holds; True if a comparison failed."""
+    version = data["version"]
     counts = {space: sum(name.startswith(f"{space}::") for name in data["operators"]) for space in LIBRARIES}
     held = ", ".join(f"{count} of {space}::" for space, count in counts.items())
     print(f"torch_npu {version}: {held}; {len(data['unread'])} listed but not readable", *data["unread"][:8])
-    if not check:
-        path.write_text(as_text(data))
-        return False
+    return _compare(data, folder) if check else _write(data, folder)
+
+
+def _write(data: dict[str, Any], folder: Path) -> bool:
+    """A data file, or a line in `same_operators.json` if another release's data file says the same."""
+    version, own = data["version"], folder / f"torch_npu-{data['version']}.json"
+    known = folder / SAME_OPERATORS
+    same = json.loads(known.read_text()) if known.exists() else {}
+    for path in sorted(folder.glob("torch_npu-*.json")):
+        stored = json.loads(path.read_text())
+        if not own.exists() and all(stored[key] == data[key] for key in ("operators", "graph_updates")):
+            print(f"  same operators as {stored['version']}")
+            same[version] = stored["version"]
+            known.write_text(json.dumps(same, indent=1, sort_keys=True) + "\n")
+            return False
+    own.write_text(as_text(data))
+    return False
+
+
+def _compare(data: dict[str, Any], folder: Path) -> bool:
+    """Print each operator on which the stored data and the wheel differ; True if there is one.
+
+    A wheel for x86-64 reads fewer operators: those that it lists without their text are no difference.
+    """
+    known = folder / SAME_OPERATORS
+    same = json.loads(known.read_text()) if known.exists() else {}
+    path = folder / f"torch_npu-{same.get(data['version'], data['version'])}.json"
     if not path.exists():
         print(f"  {path.name} does not exist")
         return True
     stored = json.loads(path.read_text())
-    # A wheel of the other machine reads the same operators, or fewer; its name and the count may differ.
-    wrong = [name for name, entry in data["operators"].items() if stored["operators"].get(name) != entry]
-    missing = [name for name in stored["operators"] if name not in data["operators"]]
-    missing = [
-        name
-        for name in missing
-        if name.split(".")[0] not in {other.split(".")[0] for other in data["unread"]}
-    ]
-    for name in sorted(wrong + missing):
+    excused = {name.split(".")[0] for name in data["unread"]}
+    names = sorted({*stored["operators"], *data["operators"]})
+    differing = [name for name in names if stored["operators"].get(name) != data["operators"].get(name)]
+    differing = [name for name in differing if name in data["operators"] or name.split(".")[0] not in excused]
+    for name in differing:
         print(f"  {name}: stored {stored['operators'].get(name)}, wheel {data['operators'].get(name)}")
-    return bool(wrong or missing or stored["graph_updates"] != data["graph_updates"])
+    if stored["graph_updates"] != data["graph_updates"]:
+        print(f"  graph updates: stored {stored['graph_updates']}, wheel {data['graph_updates']}")
+    return bool(differing) or stored["graph_updates"] != data["graph_updates"]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """Reads the schema data files: which operators a torch_npu release has, with which arguments.
 
-One file a release, made by `extract` and never edited by hand. Operators are named as the dispatcher names them,
+The operators follow the release of op-plugin, which torch_npu builds of several torch versions share: a data file
+stands for every release with the same operators, and `same_operators.json` says which those are. Both are made by
+`extract` and never edited by hand. Operators are named as the dispatcher names them,
 `npu::npu_mrope` or `atb::npu_ring_mla.out`; a name without overload means the default overload, and where an
 operator has none (several `atb::` operators), any of its overloads.
 """
@@ -8,6 +10,7 @@ operator has none (several `atb::` operators), any of its overloads.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -65,9 +68,21 @@ class GraphUpdate:
 
 @cache
 def versions() -> tuple[str, ...]:
-    """The releases of torch_npu that schemas are held for, oldest first."""
+    """The releases of torch_npu with a data file, oldest first; no two of them have the same operators."""
     found = [path.stem.removeprefix("torch_npu-") for path in _FOLDER.glob("torch_npu-*.json")]
-    return tuple(sorted(found, key=lambda version: [int(part) for part in version.split(".")]))
+    return tuple(sorted(found, key=_release_order))
+
+
+@cache
+def releases() -> dict[str, str]:
+    """Every release that was read, with the release whose data file holds its operators, oldest first."""
+    same: dict[str, str] = json.loads((_FOLDER / "same_operators.json").read_text())
+    known = same | {version: version for version in versions()}
+    return {release: known[release] for release in sorted(known, key=_release_order)}
+
+
+def _release_order(release: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", release)]
 
 
 def schema(version: str, operator: str) -> OperatorSchema:
@@ -117,7 +132,7 @@ def operators(version: str) -> tuple[OperatorSchema, ...]:
 
 
 def in_versions(operator: str) -> tuple[str, ...]:
-    """The releases that have an operator (any overload, if none is named); empty if none has it."""
+    """Those of `versions()` that have an operator (any overload, if none is named); empty if none has it."""
     return tuple(version for version in versions() if _overloads(version, operator))
 
 
@@ -163,14 +178,19 @@ def _qualified(version: str, dispatch_name: str) -> str:
     )
 
 
-@cache
 def _data(version: str) -> dict[str, Any]:
-    if version not in versions():
+    """The data file of a release, with or without a file of its own."""
+    if version not in releases():
         raise OptionError(
-            "no schemas are held for this torch_npu release",
-            expected=f"one of {', '.join(versions())}",
+            "no operator schemas are held for this release of torch_npu",
+            expected=f"one of {', '.join(releases())}",
             found=version,
         )
+    return _content(releases()[version])
+
+
+@cache
+def _content(version: str) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((_FOLDER / f"torch_npu-{version}.json").read_text())
     return content
 
