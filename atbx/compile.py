@@ -17,22 +17,27 @@ from atbx.core.backend import Backend, RunInterpreter
 from atbx.core.buckets import Bucket
 from atbx.core.errors import UnsupportedError
 from atbx.core.op import ReferenceInterpreter, ShapeInterpreter, interpreter
-from atbx.kernels import cpu
+from atbx.kernels import ascend, cpu
 
-DEVICES = ("cpu",)
+DEVICES = ("cpu", "npu", "npu:INDEX")
 
 
-def backend(device: str = "cpu") -> Backend:
-    """The backend of a device.
+def backend(device: str | Backend = "cpu") -> Backend:
+    """The backend of a device; a `Backend` is given back as it is (see `atbx.kernels.ascend.backend` for its options).
 
     Raises:
-        UnsupportedError: no such backend in this version.
+        UnsupportedError: no such backend in this version, no torch_npu, or no such NPU.
     """
-    if device != "cpu":
-        raise UnsupportedError(
-            "no backend for this device", where="device", expected=f"one of {DEVICES}", found=device
-        )
-    return cpu.backend()
+    if isinstance(device, Backend):
+        return device
+    kind, _, index = device.partition(":")
+    if device == "cpu":
+        return cpu.backend()
+    if kind == "npu" and (not index or index.isdigit()):
+        return ascend.backend(index=int(index or 0))
+    raise UnsupportedError(
+        "no backend for this device", where="device", expected=f"one of {DEVICES}", found=device
+    )
 
 
 def jit(
@@ -41,10 +46,11 @@ def jit(
     static: Sequence[str] = (),
     donate: Sequence[str] = (),
     buckets: Mapping[str, Bucket] | None = None,
-    device: str = "cpu",
+    device: str | Backend = "cpu",
     numerics: str = "fast",
-    fallback: str = "report",
+    fallback: str | None = None,
     capacity: int = 256,
+    host_results: bool = False,
 ) -> Any:
     """Compile a pure function once per static shape; usable as a decorator.
 
@@ -56,7 +62,10 @@ def jit(
         static: names of arguments that are part of a variant's key: frozen, hashable, compared by value.
         donate: names of arguments whose buffers may be updated in place; using them again raises.
         buckets: name to `Bucket`, axes that are padded to a few sizes; outputs are cut back to the real size.
-        fallback: "report", or "error" to refuse what only a reference rule serves.
+        device: "cpu", "npu" or "npu:INDEX", or a `Backend`.
+        fallback: "report", or "error" to refuse what only a reference rule serves; by default "error" on an NPU, where
+            such an op would be slow beyond use, and "report" on the CPU.
+        host_results: results come back in host memory, read together with one wait for the device.
         capacity: variants kept at most (least recently used goes first).
 
     Returns a `Jit` with `.stage`, `.plan`, `.warm`, `.freeze`, `.explain` and `.cache_info`.
@@ -74,16 +83,21 @@ def jit(
             numerics=numerics,
             fallback=fallback,
             capacity=capacity,
+            host_results=host_results,
         )
+    found = backend(device)
+    if fallback is None:
+        fallback = "error" if found.name == "npu" else "report"
     return core_jit.Jit(
         function,
-        backend(device),
+        found,
         static=static,
         donate=donate,
         buckets=buckets,
         numerics=numerics,
         fallback=fallback,
         capacity=capacity,
+        host_results=host_results,
     )
 
 

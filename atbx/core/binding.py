@@ -152,6 +152,16 @@ class Preparer:
 
         return self.binding.stored(self.key(var), make)
 
+    def placed(self, var: Var, device: torch.device) -> torch.Tensor:
+        """The value of `var` on `device`, contiguous, kept in the store."""
+
+        def make() -> torch.Tensor:
+            value = self._compute(var).contiguous().to(device)
+            self.binding.finished(self._leaves_of(var))
+            return value
+
+        return self.binding.stored(("placed", str(device), self.key(var)), make)
+
     def packed(self, var: Var, preparation: Preparation) -> Any:
         """The value of `var` packed by `preparation`, kept in the store."""
 
