@@ -15,18 +15,22 @@ import torch
 
 from atbx.arena_pool import ArenaPool
 from atbx.checkpoints.check import check
-from atbx.compile import bind, jit
+from atbx.compile import backend, bind, jit
 from atbx.core.abstract import Abstract
 from atbx.core.arena import Arena
+from atbx.core.backend import Backend
 from atbx.core.binding import Binding
 from atbx.core.buckets import Bucket
 from atbx.core.errors import BindingError
+from atbx.core.jit import Jit
 from atbx.core.memory import plan_memory as plan_program
-from atbx.core.trees import leaves
+from atbx.core.trees import leaves, map_leaves
+from atbx.kernels.ascend.cache import BlockedCacheSpec
 from atbx.memory import AbstractBinding, abstract_step
 from atbx.models.registry import FAMILIES
 from atbx.models.step import Step
-from atbx.ops.kv_cache import KVCache, over_arena
+from atbx.ops.kv_cache import CacheSpec, KVCache, over_arena
+from atbx.sampling import Sampled, SamplerArguments, SamplerStep, SamplerValues, Stages, sample_step
 from atbx.schedule import Chunk, Policy
 
 
@@ -54,12 +58,14 @@ class Engine:
         policy: Policy,
         *,
         dtype: torch.dtype | None,
-        device: str,
+        device: str | Backend,
         numerics: str,
-        fallback: str,
+        fallback: str | None,
         variants: int,
     ) -> None:
         self.config, self.policy, self.dtype = config, policy, dtype
+        self.backend = backend(device)
+        self.cache_spec = place_cache(config.cache_spec, self.backend)
         self._written = forward
         rows = tuple(f"step/{n}" for n in ("ids", "counts", "positions", "want", "limits"))
         batch = tuple((path, 0) for path in (*rows, "cache/rows", "cache/lengths"))
@@ -73,16 +79,37 @@ class Engine:
             static=("config",),
             donate=("cache",),
             buckets=buckets,
-            device=device,
+            device=self.backend,
             numerics=numerics,
             fallback=fallback,
             capacity=variants,
         )
+        self.sampled_decode: Jit | None = None
+        if self.backend.name == "npu":
+            # One graph a token: the choice of the token is part of it, and nothing else comes back to the host.
+            self.sampled_decode = jit(
+                decode_and_sample(forward),
+                static=("config", "stages", "vocab"),
+                donate=("cache", "counts"),
+                buckets={
+                    "B": Bucket((*batch, ("values/*", 0), ("counts", 0), ("choice/*", 0)), policy.batches)
+                },
+                device=self.backend,
+                numerics=numerics,
+                fallback=fallback,
+                capacity=variants,
+                host_results=True,
+            )
         self.tally = Tally()
         self._pools: dict[torch.dtype, ArenaPool] = {}
         self._binding: Binding | None = None
         self._activation: dict[Any, int] = {}
         self._lock = threading.Lock()
+
+    @property
+    def programs(self) -> tuple[Jit, ...]:
+        """The compiled programs: the model's step, and on an NPU the step that also chooses the token."""
+        return (self.forward,) if self.sampled_decode is None else (self.forward, self.sampled_decode)
 
     def bind(self, params: Any) -> Binding:
         """The binding of `params`: the one from before while the tree holds the same unchanged tensors."""
@@ -127,14 +154,17 @@ class Engine:
         dtype = self.cache_dtype(binding)
         with self._lock:
             if dtype not in self._pools:
-                self._pools[dtype] = ArenaPool(self.config.cache_spec, dtype)
+                self._pools[dtype] = ArenaPool(
+                    self.cache_spec,
+                    dtype,
+                    device=self.backend.device,
+                    trash=trash_slots(self.policy, self.backend),
+                )
             return self._pools[dtype]
 
     def open_cache(self, arena: Arena, rows: int, capacity: int) -> KVCache:
         """An empty cache over an arena's first rows."""
-        return over_arena(
-            arena, self.config.cache_spec, range(rows), capacity=capacity, chunk=self.policy.chunk
-        )
+        return over_arena(arena, self.cache_spec, range(rows), capacity=capacity, chunk=self.policy.chunk)
 
     def prefill_chunk(
         self,
@@ -190,15 +220,46 @@ class Engine:
         tokens [B]; active [B] int64, 1 for rows that go on; longest: filled slots of the longest active row before
         the step; live: how many rows are active.
         """
+        step, cache = self._decode_step(tokens, active, limits, cache, longest, live)
+        logits, cache = self.forward(binding, step, cache, self.config)
+        return logits[:, 0], cache
+
+    def decode_sampled(
+        self,
+        binding: Binding,
+        tokens: torch.Tensor,
+        active: torch.Tensor,
+        limits: torch.Tensor,
+        cache: KVCache,
+        longest: int,
+        live: int,
+        sampler: SamplerArguments,
+    ) -> tuple[Sampled, KVCache]:
+        """The tokens that follow one more token of each active row, chosen in the same program; see `decode`."""
+        assert self.sampled_decode is not None
+        step, cache = self._decode_step(tokens, active, limits, cache, longest, live)
+        values, counts, choice, stages, vocab = sampler
+        found: tuple[Sampled, KVCache] = self.sampled_decode(
+            binding, step, cache, values, counts, choice, self.config, stages, vocab
+        )
+        return found
+
+    def _decode_step(
+        self,
+        tokens: torch.Tensor,
+        active: torch.Tensor,
+        limits: torch.Tensor,
+        cache: KVCache,
+        longest: int,
+        live: int,
+    ) -> tuple[Step, KVCache]:
         B = tokens.shape[0]
         column = tokens.view(B, 1)
         # A copy: the lengths are donated with the cache.
         positions = cache.lengths.view(B, 1).clone()
-        step = Step(column, active, positions, torch.zeros_like(column), limits)
-        cache = replace(cache, extent=self.policy.extent(longest + 1, cache.capacity))
-        logits, cache = self.forward(binding, step, cache, self.config)
         self._count(live, B, 1)
-        return logits[:, 0], cache
+        step = Step(column, active, positions, torch.zeros_like(column), limits)
+        return step, replace(cache, extent=self.policy.extent(longest + 1, cache.capacity))
 
     def activation_bytes(self, binding: Binding) -> int:
         """Peak of the intermediate values of the largest prefill step; staged once a binding's shapes."""
@@ -235,9 +296,39 @@ class Engine:
 
     def abstract_cache(self, binding: Binding, rows: int, capacity: int) -> KVCache:
         """A cache of abstract tensors, for planning."""
-        spec = self.config.cache_spec
-        tree = spec.abstract(rows, capacity, self.cache_dtype(binding), self.policy.chunk)
+        described = self.cache_spec.abstract(rows, capacity, self.cache_dtype(binding), self.policy.chunk)
+        tree = map_leaves(lambda leaf: replace(leaf, device=self.backend.name), described)
         return self.open_cache(Arena(tree), rows, capacity)
+
+
+def decode_and_sample(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's step of one token a row with the choice of the next one: to `Sampled` and the next cache."""
+
+    def step_and_sample(
+        params: Any,
+        step: Step,
+        cache: KVCache,
+        values: SamplerValues,
+        counts: Any,
+        choice: SamplerStep,
+        config: Any,
+        stages: Stages,
+        vocab: int,
+    ) -> tuple[Sampled, KVCache]:
+        logits, cache = forward(params, step, cache, config)
+        return sample_step(logits[:, 0], values, counts, choice, stages, vocab), cache
+
+    return step_and_sample
+
+
+def place_cache(spec: CacheSpec, chosen: Backend) -> CacheSpec:
+    """The spec with as many slots as the backend's kernels want: whole blocks on an NPU."""
+    return spec if chosen.name == "cpu" else BlockedCacheSpec(spec.layers)
+
+
+def trash_slots(policy: Policy, chosen: Backend) -> int:
+    """Slots behind an arena that a step's padding tokens are written to; the CPU writes none."""
+    return 0 if chosen.name == "cpu" else max(policy.step_tokens, policy.max_batch)
 
 
 def _abstract_rows(cache: KVCache, rows: int, extent: int) -> KVCache:

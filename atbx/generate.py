@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from atbx.checkpoints.tokenizer import Text
+from atbx.core.backend import Backend
 from atbx.core.binding import Binding
 from atbx.core.errors import DTypeError, OptionError
-from atbx.core.jit import Explanation, Planned
+from atbx.core.jit import Explanation, Jit, Planned
 from atbx.core.variants import CacheInfo
 from atbx.engine import Engine
 from atbx.memory import MemoryNeeds, refuse_if_too_large
+from atbx.ops.kv_cache import KVCache
 from atbx.options import Options
 from atbx.prompts import read_prompts
 from atbx.results import Event, Generation, Score
@@ -26,7 +28,10 @@ from atbx.scoring import Scorer
 
 @dataclass(frozen=True)
 class GeneratorInfo:
-    """Variant caches of the model's program, the sampler's and the scorer's, and how much was padding."""
+    """Variant caches of the model's program, the sampler's and the scorer's, and how much was padding.
+
+    decode: on an NPU the step of one token that also chooses the next; None elsewhere.
+    """
 
     model: CacheInfo
     sampler: CacheInfo
@@ -34,6 +39,7 @@ class GeneratorInfo:
     real_tokens: int
     padded_tokens: int
     steps: int
+    decode: CacheInfo | None = None
 
     @property
     def padding(self) -> float:
@@ -43,11 +49,13 @@ class GeneratorInfo:
     @property
     def variants(self) -> int:
         """Compiled variants of all programs."""
-        return self.model.variants + self.sampler.variants + self.scorer.variants
+        decode = 0 if self.decode is None else self.decode.variants
+        return self.model.variants + self.sampler.variants + self.scorer.variants + decode
 
     def __str__(self) -> str:
         tokens = f"{self.real_tokens} tokens in {self.steps} steps, padded to {self.padded_tokens} ({self.padding:.2f})"
-        parts = (("model", self.model), ("sampler", self.sampler), ("scorer", self.scorer))
+        parts = [("model", self.model), ("sampler", self.sampler), ("scorer", self.scorer)]
+        parts += [("decode", self.decode)] if self.decode is not None else []
         return "\n".join([tokens, *(f"{name}: {info}" for name, info in parts)])
 
 
@@ -66,9 +74,9 @@ class Generator:
         eos: Iterable[int] | None = None,
         policy: Policy | None = None,
         dtype: torch.dtype | None = None,
-        device: str = "cpu",
+        device: str | Backend = "cpu",
         numerics: str = "fast",
-        fallback: str = "report",
+        fallback: str | None = None,
         variants: int = 512,
         memory_limit: int | None = None,
     ) -> None:
@@ -87,8 +95,8 @@ class Generator:
             fallback=fallback,
             variants=variants,
         )
-        self.sampler = SamplerPrograms(self.engine.policy, device=device, capacity=variants)
-        self.scorer = Scorer(self.engine.policy, device=device, capacity=variants)
+        self.sampler = SamplerPrograms(self.engine.policy, device=self.engine.backend, capacity=variants)
+        self.scorer = Scorer(self.engine.policy, device=self.engine.backend, capacity=variants)
         self._memory_limit = memory_limit
 
     def bind(self, params: Any) -> Binding:
@@ -145,26 +153,23 @@ class Generator:
 
     def plan(self, params: Any, workload: Iterable[Request | Sequence[int]]) -> tuple[Planned, ...]:
         """Every variant that these requests can need; nothing is compiled. A list of prompt lengths is a request."""
-        model, sampler, scorer = self._planned(params, workload)
-        return (
-            *self.engine.forward.plan(model),
-            *self.sampler.program.plan(sampler),
-            *self.scorer.program.plan(scorer),
-        )
+        planned = self._planned(params, workload)
+        return tuple(one for program, calls in planned for one in program.plan(calls))
 
     def warm(self, params: Any, workload: Iterable[Request | Sequence[int]]) -> int:
         """Compile every variant that these requests can need; returns how many were compiled."""
-        model, sampler, scorer = self._planned(params, workload)
+        planned = self._planned(params, workload)
         self.engine.activation_bytes(self.engine.planning_binding(params))
-        compiled = self.engine.forward.warm(model)
-        return compiled + self.sampler.program.warm(sampler) + self.scorer.program.warm(scorer)
+        return sum(program.warm(calls) for program, calls in planned)
 
     def _planned(
         self, params: Any, workload: Iterable[Request | Sequence[int]]
-    ) -> tuple[list[Any], list[Any], list[Any]]:
+    ) -> list[tuple[Jit, list[Any]]]:
+        """Every program with the abstract arguments that it will be called with."""
         binding = self.engine.planning_binding(params)
         engine, policy = self.engine, self.engine.policy
         model: list[Any] = []
+        decode: list[Any] = []
         sampler: list[Any] = []
         scorer: list[Any] = []
         for index, item in enumerate(workload):
@@ -180,7 +185,13 @@ class Generator:
             for chunk in prefill(lengths, policy, chunk=width):
                 model.append(engine.planned_prefill(chunk, cache, binding, wants_all))
             for extent in decode_extents(lengths, limits, policy, capacity):
-                model.append(engine.planned_decode(len(lengths), extent, cache, binding))
+                step = engine.planned_decode(len(lengths), extent, cache, binding)
+                if engine.sampled_decode is None:
+                    model.append(step)
+                else:
+                    values, counts, choice, *static = self.sampler.planned_choice(self, options, len(lengths))
+                    *given, config = step
+                    decode.append((*given, values, counts, choice, config, *static))
             if options.max_new_tokens != 0:
                 sampler += self.sampler.planned(self, options, len(lengths), engine.cache_dtype(binding))
             if wants_all:
@@ -191,16 +202,21 @@ class Generator:
                     self.vocab,
                     engine.cache_dtype(binding),
                 )
-        return model, sampler, scorer
+        planned = [(engine.forward, model), (self.sampler.program, sampler), (self.scorer.program, scorer)]
+        return planned if engine.sampled_decode is None else [*planned, (engine.sampled_decode, decode)]
+
+    @property
+    def _programs(self) -> tuple[Jit, ...]:
+        return (*self.engine.programs, self.sampler.program, self.scorer.program)
 
     def freeze(self) -> None:
         """From now on a shape or stage that is not compiled raises FrozenCacheError."""
-        for program in (self.engine.forward, self.sampler.program, self.scorer.program):
+        for program in self._programs:
             program.freeze()
 
     def unfreeze(self) -> None:
         """Let misses compile again."""
-        for program in (self.engine.forward, self.sampler.program, self.scorer.program):
+        for program in self._programs:
             program.unfreeze()
 
     def explain(
@@ -217,8 +233,18 @@ class Generator:
         extent = policy.extent(min(prompt + 1, capacity), capacity)
         return (
             engine.forward.explain(*engine.planned_prefill(chunk, cache, binding, False)),
-            engine.forward.explain(*engine.planned_decode(batch, extent, cache, binding)),
+            self._explain_decode(batch, extent, cache, binding),
         )
+
+    def _explain_decode(self, batch: int, extent: int, cache: KVCache, binding: Binding) -> Explanation:
+        """The decode step; on an NPU with the greedy choice of the token, which is part of it."""
+        engine = self.engine
+        step = engine.planned_decode(batch, extent, cache, binding)
+        if engine.sampled_decode is None:
+            return engine.forward.explain(*step)
+        *given, config = step
+        values, counts, choice, *static = self.sampler.planned_choice(self, Options.read({}), batch)
+        return engine.sampled_decode.explain(*given, values, counts, choice, config, *static)
 
     def cache_info(self) -> GeneratorInfo:
         """Which compiled variants exist, what they cost and served, and how much was padding."""
@@ -230,6 +256,7 @@ class Generator:
             tally.real,
             tally.padded,
             tally.steps,
+            None if self.engine.sampled_decode is None else self.engine.sampled_decode.cache_info(),
         )
 
 

@@ -98,11 +98,11 @@ class Run:
                 row.finish = "length"
                 yield Event(index, None, "" if row.stream else None, "length")
             return
+        tokens = self.sampler.step(logits, [row.finish is None for row in self.rows])
         while True:
             if self._is_cancelled():
                 yield from self._cancel()
                 return
-            tokens = self._sample(logits)
             yield from self._take(tokens)
             active = [row.finish is None for row in self.rows]
             if not any(active):
@@ -110,7 +110,7 @@ class Run:
             if self._is_cancelled():
                 yield from self._cancel()
                 return
-            logits = self._decode(tokens, active)
+            tokens = self._next(tokens, active)
 
     def _is_cancelled(self) -> bool:
         return self._options.cancel is not None and bool(self._options.cancel())
@@ -151,9 +151,6 @@ class Run:
             self.rows[row].prompt_logprobs += self._owner.scorer.logprobs(
                 logits[: len(targets)], targets, top, self._owner.vocab
             )
-
-    def _sample(self, logits: torch.Tensor) -> torch.Tensor:
-        return self.sampler.step(logits, [row.finish is None for row in self.rows])
 
     def _take(self, tokens: torch.Tensor) -> Iterator[Event]:
         """Give each active row its token."""
@@ -200,7 +197,8 @@ class Run:
             row.text += text
         return Event(index, token, text if row.stream is not None else None, finish, logprobs)
 
-    def _decode(self, tokens: torch.Tensor, active: Sequence[bool]) -> torch.Tensor:
+    def _next(self, tokens: torch.Tensor, active: Sequence[bool]) -> torch.Tensor:
+        """The tokens after `tokens`; where the engine's program chooses them itself, in that one program."""
         if self._cache is None:
             raise AtbxError("a run decodes only after its prompts were read")
         # Over ended rows too: the extent then only grows, through the steps that planning walks.
@@ -210,10 +208,13 @@ class Run:
         # would wait for the device once more.
         lengths = torch.tensor([row.filled for row in self.rows], dtype=torch.int64)
         cache = replace(self._cache, rows=torch.arange(len(self.rows)), lengths=lengths)
-        logits, self._cache = self._engine.decode(
-            self._binding, tokens, counts, self._limits, cache, longest, sum(active)
-        )
-        return logits
+        engine = self._engine
+        given = self._binding, tokens, counts, self._limits, cache, longest, sum(active)
+        if engine.sampled_decode is not None:
+            sampled, self._cache = engine.decode_sampled(*given, self.sampler.arguments(active))
+            return self.sampler.take(sampled)
+        logits, self._cache = engine.decode(*given)
+        return self.sampler.step(logits, active)
 
     def result(self) -> Generation:
         """What every row has become."""

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from atbx.compile import jit
-from atbx.core.abstract import abstract_of
+from atbx.core.abstract import Abstract, abstract_of
+from atbx.core.backend import Backend
 from atbx.core.buckets import Bucket
 from atbx.core.errors import AtbxError
 from atbx.core.jit import Jit
 from atbx.core.trees import map_leaves
 from atbx.options import Options
 from atbx.results import TokenLogprobs
-from atbx.sampling import Sampled, SamplerStep, SamplerValues, Stages, sample_step
+from atbx.sampling import Sampled, SamplerArguments, SamplerStep, SamplerValues, Stages, sample_step
 from atbx.schedule import Policy
 
 if TYPE_CHECKING:
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
 class SamplerPrograms:
     """The compiled sampler: one program, with a variant for each batch bucket and set of stages."""
 
-    def __init__(self, policy: Policy, *, device: str, capacity: int) -> None:
+    def __init__(self, policy: Policy, *, device: Backend, capacity: int) -> None:
+        self.device = device
         rows = (("logits", 0), ("values/*", 0), ("counts", 0), ("step/*", 0))
         self.program: Jit = jit(
             sample_step,
@@ -34,17 +37,22 @@ class SamplerPrograms:
             buckets={"B": Bucket(rows, policy.batches)},
             device=device,
             capacity=capacity,
+            host_results=True,
         )
 
     def planned(
         self, owner: Generator, options: Options, batch: int, dtype: torch.dtype
     ) -> list[tuple[Any, ...]]:
         """Abstract arguments of a run's steps."""
+        logits = Abstract((batch, owner.config.vocab), dtype, device=self.device.name)
+        return [(logits, *self.planned_choice(owner, options, batch))]
+
+    def planned_choice(self, owner: Generator, options: Options, batch: int) -> tuple[Any, ...]:
+        """Abstract arguments of the choice of a token, less the logits."""
         eos = owner.eos if options.eos is None else options.eos
         run = SamplerRun(owner, options, [[0]] * batch, eos)
-        logits = torch.empty(batch, owner.config.vocab, dtype=dtype, device="meta")
-        args = (logits, run.values, run.counts, run.step_values([True] * batch))
-        return [(*map_leaves(abstract_of, args), run.stages, owner.vocab)]
+        args = (run.values, run.counts, run.step_values([True] * batch))
+        return (*map_leaves(abstract_of, args), run.stages, owner.vocab)
 
 
 class SamplerRun:
@@ -62,8 +70,12 @@ class SamplerRun:
         )
         self._program, self._vocab, self._options = owner.sampler.program, owner.vocab, options
         self.values, self.seed = SamplerValues.of(options.sampling, self.stages, prompts, owner.vocab, eos)
-        penalties = self.stages.penalties
-        self.counts: Any = torch.zeros(len(prompts), owner.vocab, dtype=torch.int32) if penalties else None
+        self.counts: Any = None
+        if self.stages.penalties:
+            # Tables as wide as the vocabulary stay where the kernels run; the rest is a few numbers a row.
+            place = owner.sampler.device.device if owner.sampler.device.name != "cpu" else torch.device("cpu")
+            self.counts = torch.zeros(len(prompts), owner.vocab, dtype=torch.int32, device=place)
+            self.values = replace(self.values, seen=self.values.seen.to(place))
         self._lengths = [len(p) for p in prompts]
         self._generated = 0
         self._result: Sampled | None = None
@@ -78,9 +90,14 @@ class SamplerRun:
 
     def step(self, logits: torch.Tensor, active: Sequence[bool]) -> torch.Tensor:
         """Choose a token for every row of logits [B, V]; rows that ended get one too, which means nothing."""
-        result = self._program(
-            logits, self.values, self.counts, self.step_values(active), self.stages, self._vocab
-        )
+        return self.take(self._program(logits, *self.arguments(active)))
+
+    def arguments(self, active: Sequence[bool]) -> SamplerArguments:
+        """What `sample_step` takes after the logits in this step."""
+        return self.values, self.counts, self.step_values(active), self.stages, self._vocab
+
+    def take(self, result: Sampled) -> torch.Tensor:
+        """Keep what a step gave, and give its tokens."""
         self.counts = result.counts
         self._generated += 1
         self._host = (

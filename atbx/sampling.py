@@ -359,3 +359,7 @@ def sample_step(
     if stages.penalties:
         result["counts"] = count_tokens(counts, tokens, step.active)
     return Sampled(tokens, unusable, **result)
+
+
+SamplerArguments = tuple[SamplerValues, Any, SamplerStep, Stages, int]
+"""What `sample_step` takes after the logits."""

@@ -9,6 +9,7 @@ import torch
 
 from atbx.compile import jit
 from atbx.core.abstract import Abstract
+from atbx.core.backend import Backend
 from atbx.core.buckets import Bucket
 from atbx.core.jit import Jit
 from atbx.core.trees import node
@@ -41,11 +42,16 @@ def score_tokens(logits: Any, targets: Any, top: int, vocab: int) -> Scored:
 class Scorer:
     """The compiled scorer."""
 
-    def __init__(self, policy: Policy, *, device: str, capacity: int) -> None:
-        self._policy = policy
+    def __init__(self, policy: Policy, *, device: Backend, capacity: int) -> None:
+        self._policy, self._device = policy, device
         rows = Bucket((("logits", 0), ("targets", 0)), policy.tokens)
         self.program: Jit = jit(
-            score_tokens, static=("top", "vocab"), buckets={"W": rows}, device=device, capacity=capacity
+            score_tokens,
+            static=("top", "vocab"),
+            buckets={"W": rows},
+            device=device,
+            capacity=capacity,
+            host_results=True,
         )
 
     def logprobs(
@@ -72,7 +78,8 @@ class Scorer:
                 scored = min(count, lengths[row] - chunk.start - 1)
                 if scored > 0:
                     targets = Abstract((scored,), torch.int64)
-                    found.append((Abstract((scored, width), dtype), targets, _width(top), vocab))
+                    logits = Abstract((scored, width), dtype, device=self._device.name)
+                    found.append((logits, targets, _width(top), vocab))
         return found
 
 
