@@ -4,7 +4,7 @@ The data files were read from the released wheels by `extract`; nothing here imp
 checked against a release that is not installed and on a machine without an NPU.
 """
 
-from atbx.kernels.ascend.schemas.binding import check_call, kind_of
+from atbx.kernels.ascend.schemas.binding import check_call, check_keywords, kind_of
 from atbx.kernels.ascend.schemas.reader import (
     GraphUpdate,
     OperatorSchema,
@@ -13,6 +13,7 @@ from atbx.kernels.ascend.schemas.reader import (
     has_meta,
     in_versions,
     operators,
+    overloads,
     releases,
     schema,
     versions,
@@ -22,12 +23,14 @@ __all__ = [
     "GraphUpdate",
     "OperatorSchema",
     "check_call",
+    "check_keywords",
     "graph_update",
     "graph_update_operators",
     "has_meta",
     "in_versions",
     "kind_of",
     "operators",
+    "overloads",
     "releases",
     "schema",
     "versions",

@@ -5,7 +5,8 @@ tensor taken for a number (read back from the device), None for a required tenso
 other. What passes here binds in torch; what is refused here is refused there or is one of those.
 
 A kind is written like a type in a schema: `Tensor`, `int`, `float`, `bool`, `str`, `None`, `dtype`, `device`,
-`layout`, `memory_format`, `generator`; `int[]` is a list of ints, `[]` an empty list, `Tensor?` may also be None.
+`layout`, `memory_format`, `generator`; `int[]` is a list of ints, `[]` an empty list, `Tensor?` may also be None;
+`any` is not checked (the names alone are).
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from atbx.kernels.ascend.schemas import reader
 _TAKES = {
     "Tensor": {"Tensor"},
     "int": {"int", "dtype"},
+    "SymInt": {"int"},
     "float": {"float", "int"},
     "bool": {"bool"},
     "str": {"str"},
-    "number": {"float", "int", "bool"},
+    "Scalar": {"float", "int", "bool"},
     "ScalarType": {"dtype", "int"},
     "Device": {"device"},
     "Layout": {"layout"},
@@ -33,7 +35,7 @@ _TAKES = {
     "Generator": {"generator"},
 }
 _KIND = re.compile(
-    r"None|(?:(?:Tensor|int|float|bool|str|dtype|device|layout|memory_format|generator)\??(?:\[\])?|\[\])\??"
+    r"None|any|(?:(?:Tensor|int|float|bool|str|dtype|device|layout|memory_format|generator)\??(?:\[\])?|\[\])\??"
 )
 _VALUE_KINDS = (  # in this order: a bool is an int too
     (torch.Tensor, "Tensor"),
@@ -74,8 +76,7 @@ def check_call(
     bound: dict[str, torch._C.FunctionSchema] = {}
     for version in asked:
         if not _has(version, operator):
-            have = ", ".join(reader.in_versions(operator)) or "no release known here"
-            problems.append(f"torch_npu {version}: no operator {operator} (it is in {have})")
+            problems.append(_absent(version, operator))
             continue
         candidates = [overload.parsed for overload in reader.overloads(version, operator)]
         found = _problems(f"torch_npu {version}", candidates, operator, args, kwargs)
@@ -83,6 +84,23 @@ def check_call(
         if not found:
             bound[version] = next(schema for schema in candidates if not _mismatches(schema, args, kwargs))
     return problems + _changes_of_meaning(operator, args, kwargs, bound)
+
+
+def check_keywords(operator: str, keywords: Iterable[str], versions: str | Iterable[str]) -> list[str]:
+    """Which of these argument names the operator lacks in each of the releases; nothing else is checked."""
+    asked = [versions] if isinstance(versions, str) else list(versions)
+    wanted = list(keywords)
+    found = []
+    for version in asked:
+        if not _has(version, operator):
+            found.append(_absent(version, operator))
+            continue
+        names = [
+            {a.name for a in overload.parsed.arguments} for overload in reader.overloads(version, operator)
+        ]
+        lacking = min(([name for name in wanted if name not in held] for held in names), key=len)
+        found += [f"torch_npu {version}: {operator}: has no argument '{name}'" for name in lacking]
+    return found
 
 
 def kind_of(value: object) -> str:
@@ -116,6 +134,11 @@ def _has(version: str, operator: str) -> bool:
         if version not in reader.releases():
             raise
         return False
+
+
+def _absent(version: str, operator: str) -> str:
+    have = ", ".join(reader.in_versions(operator)) or "no release known here"
+    return f"torch_npu {version}: no operator {operator} (it is in {have})"
 
 
 def _aten_overloads(operator: str) -> list[torch._C.FunctionSchema]:
@@ -163,11 +186,9 @@ def _mismatches(schema: torch._C.FunctionSchema, args: Sequence[str], kwargs: Ma
             given[name] = kind
     for argument in schema.arguments:
         if argument.name in given:
-            type_name = str(argument.real_type)
-            if not _takes(type_name, given[argument.name], _fixed_length(argument)):
-                found.append(
-                    f"argument '{argument.name}' is {_as_written(type_name)}, given {given[argument.name]}"
-                )
+            written, kind = reader.type_as_written(argument.real_type), given[argument.name]
+            if not _takes(written, kind, _fixed_length(argument)):
+                found.append(f"argument '{argument.name}' is {written}, given {kind}")
         elif not argument.has_default_value():
             found.append(f"argument '{argument.name}' is missing")
     return found
@@ -179,32 +200,24 @@ def _fixed_length(argument: torch._C.Argument) -> int | None:
     return length
 
 
-def _takes(type_name: str, kind: str, size: int | None) -> bool:
-    """Whether an argument of a type (`Optional[List[int]]`) takes a value of a kind.
+def _takes(written: str, kind: str, size: int | None) -> bool:
+    """Whether an argument of a type (`SymInt[]?`) takes a value of a kind.
 
-    size: the length of a list of fixed length, which also takes a single value for all its entries.
+    size: the length of a list of fixed length; one of numbers also takes a single one for all its entries.
     """
-    optional = type_name.startswith("Optional[")
+    if kind == "any":
+        return True
+    optional = written.endswith("?")
     if kind == "None":
         return optional
     if kind.endswith("?"):
-        return optional and _takes(type_name, kind[:-1], size)
-    inner = type_name[len("Optional[") : -1] if optional else type_name
-    if inner.startswith("List["):
-        element = inner[len("List[") : -1]
-        if kind.endswith("[]"):
-            return kind == "[]" or _takes(element, kind[:-2], None)
-        return size is not None and _takes(element, kind, None)
-    return kind in _TAKES.get(inner, {inner})
-
-
-def _as_written(type_name: str) -> str:
-    """`Optional[List[int]]` as a schema writes it: `int[]?`."""
-    if type_name.startswith("Optional["):
-        return f"{_as_written(type_name[len('Optional[') : -1])}?"
-    if type_name.startswith("List["):
-        return f"{_as_written(type_name[len('List[') : -1])}[]"
-    return "Scalar" if type_name == "number" else type_name
+        return optional and _takes(written, kind[:-1], size)
+    inner = written.removesuffix("?")
+    if not inner.endswith("[]"):
+        return kind in _TAKES.get(inner, {inner})
+    if kind.endswith("[]"):
+        return kind == "[]" or _takes(inner[:-2], kind[:-2], None)
+    return size is not None and kind == inner[:-2] and kind in ("int", "float")
 
 
 def _changes_of_meaning(

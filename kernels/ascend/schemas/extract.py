@@ -127,6 +127,8 @@ def _version(path: Path, archive: zipfile.ZipFile, names: list[str]) -> str:
         raise AtbxError(
             "not a torch_npu wheel", where=str(path), expected="the package torch_npu", found=name
         )
+    if "Version" not in fields:
+        raise AtbxError("the wheel states no version", where=str(path), expected="Version: in its METADATA")
     return fields["Version"].split("+")[0]
 
 

@@ -13,6 +13,8 @@ import ast
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from atbx.kernels.ascend.schemas.registrations import syntax_tree
+
 _GRAPHS = "torch_npu/npu/graphs.py"
 _HANDLERS = "torch_npu/npu/_npugraph_handlers/"
 
@@ -26,11 +28,11 @@ def graph_updates(files: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(files):
         if path.startswith(_HANDLERS) and path.endswith(".py"):
-            for node in ast.walk(ast.parse(files[path], filename=path)):
+            for node in ast.walk(syntax_tree(path, files[path])):
                 if isinstance(node, ast.ClassDef) and (names := _registered_names(node)):
                     _add(found, names, node)
     if not found and _GRAPHS in files:
-        _add_from_branches(found, ast.parse(files[_GRAPHS], filename=_GRAPHS))
+        _add_from_branches(found, syntax_tree(_GRAPHS, files[_GRAPHS]))
     return {name: found[name] for name in sorted(found) if "." in name}
 
 

@@ -195,6 +195,15 @@ def _content(version: str) -> dict[str, Any]:
     return content
 
 
+def type_as_written(kind: torch._C.JitType) -> str:
+    """A type of torch's schema parser as a schema writes it: `SymInt[]?` where it prints `Optional[List[int]]`."""
+    if isinstance(kind, torch.OptionalType):
+        return f"{type_as_written(kind.getElementType())}?"
+    if isinstance(kind, torch.ListType):
+        return f"{type_as_written(kind.getElementType())}[]"
+    return "SymInt" if kind.kind() == "SymIntType" else "Scalar" if kind.kind() == "NumberType" else str(kind)
+
+
 @cache
 def _parse(text: str) -> torch._C.FunctionSchema:
     return torch._C.parse_schema(text)

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
+
+from atbx.core.errors import AtbxError
 
 LIBRARIES = {"npu": "torch_npu/lib/libtorch_npu.so", "atb": "torch_npu/lib/libop_plugin_atb.so"}
 """The library that registers each namespace, by its path in the wheel."""
@@ -87,7 +90,7 @@ def listed_names(files: Mapping[str, bytes]) -> set[str]:
             elif section == "custom" and (entry := re.match(r"(?:- |  )func: ['\"]?([\w.]+)\(", line)):
                 names.add(f"npu::{entry[1]}")
     if _ATB_NAMES in files:
-        for node in ast.walk(ast.parse(files[_ATB_NAMES])):
+        for node in ast.walk(syntax_tree(_ATB_NAMES, files[_ATB_NAMES])):
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.List):
                 names.update(f"atb::{name}" for name in _strings(node.value))
     return names
@@ -151,12 +154,25 @@ def meta_functions(files: Mapping[str, bytes]) -> set[str]:
     return {name.removesuffix(".default") for name in found if name.split("::")[0] in LIBRARIES}
 
 
+def syntax_tree(path: str, content: bytes) -> ast.Module:
+    """A Python file of the wheel as its syntax tree; AtbxError with its path if this Python cannot parse it."""
+    try:
+        return ast.parse(content, filename=path)
+    except (SyntaxError, ValueError) as error:
+        raise AtbxError(
+            "a Python file of the wheel does not parse",
+            where=path,
+            expected=f"the syntax of Python {sys.version_info.major}.{sys.version_info.minor}",
+            found=str(error),
+        ) from error
+
+
 def _imported_trees(files: Mapping[str, bytes]) -> Iterator[ast.Module]:
     """The syntax trees of those Python files that `import torch_npu` runs and that mention a library."""
     for path, content in sorted(files.items()):
         imported = path.startswith("torch_npu/") and not path.startswith(_ON_DEMAND)
         if imported and path.endswith(".py") and (b"Library(" in content or b"register_fake" in content):
-            yield ast.parse(content, filename=path)
+            yield syntax_tree(path, content)
 
 
 def _library_variables(tree: ast.Module) -> dict[str, list[str]]:
