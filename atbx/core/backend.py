@@ -49,11 +49,13 @@ class HostPlan:
     operands: indices of the operands it reads.
     key:      static facts of the equation it needs (shapes, window), hashable.
     make:     `make(key, *tensors)`.
+    optional: leave the plan out (None is passed) where an operand is known only to the device.
     """
 
     operands: tuple[int, ...]
     key: Callable[[Equation], Hashable]
     make: Callable[..., Any]
+    optional: bool = False
 
 
 @dataclass(frozen=True)

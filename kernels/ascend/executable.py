@@ -121,7 +121,7 @@ class AscendExecutable:
         for choice, plan in self._split.device:
             equation, kernel = choice.equation, choice.kernel
             packs = kernel.packs(equation) if preparer is not None else {}
-            planned = set(kernel.plan.operands) if kernel.plan is not None else set()
+            planned = set(kernel.plan.operands) if kernel.plan is not None and plan is not None else set()
             reads = []
             for position, atom in enumerate(equation.inputs):
                 if isinstance(atom, Literal):
@@ -141,6 +141,8 @@ class AscendExecutable:
                     reads.append(self._slot(atom))
             if plan is not None:
                 reads.append(self._slot(("plan", plan), self._plans[plan]))
+            elif kernel.plan is not None:
+                reads.append(self._slot(("no plan",)))
             outs = tuple(self._slot(v) for v in equation.outputs)
             calls.append(Call(kernel.make(equation), tuple(reads), outs, (), label(equation)))
         keep = {s for s, v in enumerate(self._template) if v is not None}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-import torch.nn.functional as F
 
 from atbx.core.backend import Preparation
 from atbx.core.program import Equation
@@ -46,13 +45,6 @@ def _matmul(equation: Equation) -> Callable[..., torch.Tensor]:
     return torch.matmul
 
 
-def _embedding(equation: Equation) -> Callable[..., torch.Tensor]:
-    def run(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(ids, table)
-
-    return run
-
-
 ROWS = (
     Capability(
         "linear",
@@ -87,20 +79,4 @@ ROWS = (
         tier="composed",
     ),
     Capability("matmul", "aclnn.matmul", ("aten::matmul",), _matmul, evidence=("op-plugin check",)),
-    Capability(
-        "embedding",
-        "aclnn.embedding",
-        ("aten::embedding",),
-        _embedding,
-        evidence=("op-plugin check",),
-        packs=lambda equation: {0: rows_of_table()},
-    ),
-    Capability(
-        "embedding",
-        "aclnn.embedding_unbound",
-        ("aten::embedding",),
-        _embedding,
-        evidence=("op-plugin check",),
-        tier="composed",
-    ),
 )

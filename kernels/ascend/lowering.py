@@ -71,7 +71,7 @@ def split(lowered: Lowered) -> Split:
         number = None
         planned: set[int] = set()
         plan = choice.kernel.plan
-        if plan is not None:
+        if plan is not None and not (plan.optional and _is_unknown(equation, plan, known)):
             operands = tuple(_planned(equation, i, known) for i in plan.operands)
             use = PlanUse(plan, plan.key(equation), operands)
             number = plans.setdefault(use, len(plans))
@@ -91,6 +91,12 @@ def _runs_on_host(equation: Equation, known: set[Var]) -> bool:
         and all(v in known for v in values)
         and sum(a.nbytes for a in equation.results) <= HOST_BYTES
     )
+
+
+def _is_unknown(equation: Equation, plan: HostPlan, known: set[Var]) -> bool:
+    """Whether an operand that the plan goes by is computed on the device."""
+    atoms = (equation.inputs[i] for i in plan.operands)
+    return any(isinstance(a, Var) and a not in known for a in atoms)
 
 
 def _planned(equation: Equation, index: int, known: set[Var]) -> Any:

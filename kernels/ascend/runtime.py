@@ -102,8 +102,9 @@ class AscendDevice:
         self.lock = threading.RLock()
 
     def _cann(self) -> str | None:
-        found = self.npu.get_cann_version("CANN")
-        return found or None
+        # Older releases of torch_npu have no such function; then any CANN is taken for new.
+        reader = getattr(self.module.npu.utils, "get_cann_version", None)
+        return (reader("CANN") or None) if reader is not None else None
 
     def causal_mask(self) -> torch.Tensor:
         """Mask [2048, 2048] bool of ones above the diagonal: the form that FIA's causal modes take."""

@@ -19,8 +19,6 @@ ONE_LAUNCH = (
     "cast",
     "concat",
     "arange",
-    "take",
-    "take_along",
     "add",
     "subtract",
     "multiply",

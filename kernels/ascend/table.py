@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atbx.kernels.ascend import attention, cache_write, gated, linear, norms, sampling, stock
+from atbx.kernels.ascend import attention, cache_write, gated, linear, lookup, norms, sampling, stock
 from atbx.kernels.ascend.attention import LENGTHS, MASKED, fused_infer_rows
 from atbx.kernels.ascend.capability import Capability
 
@@ -15,6 +15,7 @@ def rows(lengths: str = "update") -> tuple[Capability, ...]:
     fused = fused_infer_rows(LENGTHS, "") if lengths == "update" else fused_infer_rows(MASKED, "_masked")
     return (
         *linear.ROWS,
+        *lookup.ROWS,
         *norms.ROWS,
         *cache_write.ROWS,
         *fused,
