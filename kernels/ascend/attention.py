@@ -162,7 +162,8 @@ class FusedInfer:
         tokens = q.shape[1]
         most = self._lengths(plan.lists, tokens)
         workspace = self._workspace(q, keys, values, **arguments, **most)
-        out, sums = torch.empty_like(q), torch.empty(1, dtype=torch.float32, device=q.device)
+        # No sums of exponentials are asked for, so the second result is empty.
+        out, sums = torch.empty_like(q), torch.empty(0, dtype=torch.float32, device=q.device)
 
         def launch(lists: Mapping[str, list[int]]) -> None:
             self._default.out(

@@ -282,9 +282,6 @@ _PAGES_CALL = {
 }
 _ND_CALL = {"npu::npu_scatter_nd_update_": ("input", "indices", "updates")}
 
-CACHE_MODE_SINCE = "2.9.0"
-"""torch_npu whose npu_scatter_pa_kv_cache takes cache_mode."""
-
 
 def _qkv_host(form: str) -> HostPlan:
     return HostPlan((3, 4, 7, 8, 9), partial(_qkv_key, form), _qkv_plan)
@@ -306,7 +303,6 @@ STOCK = (
         dtypes=HALVES,
         layout="cache [blocks, block, K, D]",
         limits=(MROPE_SIZE,),
-        torch_npu=CACHE_MODE_SINCE,
         evidence=("schema", "op-plugin check", "document"),
         launches=partial(_qkv_launches, 2, 1),
         plan=_qkv_host("rows"),
@@ -321,7 +317,6 @@ STOCK = (
         dtypes=HALVES,
         layout="cache [blocks, block, K, D]",
         limits=(ROTARY_MUL,),
-        torch_npu=CACHE_MODE_SINCE,
         evidence=("schema", "document", "upstream golden"),
         tier="composed",
         launches=partial(_qkv_launches, 3, 3),
@@ -377,7 +372,6 @@ ROWS = (
         families=("A2", "A3"),
         dtypes=HALVES,
         layout="cache [blocks, block, K, D]",
-        torch_npu=CACHE_MODE_SINCE,
         evidence=("schema", "op-plugin check", "document"),
         plan=WRITE_PLAN,
         calls=_PAGES_CALL,

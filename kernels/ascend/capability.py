@@ -5,6 +5,7 @@ Dispatch, explanations, the doctor, the self-test and the tests read these rows;
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from atbx.core.backend import HostPlan, Kernel, Preparation
 from atbx.core.program import Equation
+from atbx.kernels.ascend import schemas
 from atbx.kernels.ascend.chips import FAMILIES, Chip
 from atbx.kernels.ascend.versions import version_key
 
@@ -55,7 +57,7 @@ class Capability:
     dtypes:     dtypes of the first floating operand.
     layout:     layout of activations, caches or weights that it wants, in the operator's own words.
     limits:     documented limits, each of which refuses with its reason.
-    torch_npu, cann: lowest versions; None is any.
+    cann:       lowest version; None is any. Which torch_npu has the operators is read from their schemas.
     evidence:   of `EVIDENCE`.
     launches:   kernels launched at the ACL boundary, a number or a function of the equation.
     calls:      for each operator the keywords that we pass, so that schemas of every version can be checked.
@@ -69,7 +71,6 @@ class Capability:
     dtypes: tuple[torch.dtype, ...] | None = FLOATS
     layout: str = "ND"
     limits: tuple[Limit, ...] = ()
-    torch_npu: str | None = None
     cann: str | None = None
     evidence: tuple[str, ...] = ("schema",)
     tier: str = "fused"
@@ -83,12 +84,17 @@ class Capability:
         chip = environment.chip
         if chip.family not in self.families:
             return f"documented for {', '.join(self.families)}, and {chip.name} is {chip.family}"
-        for name, installed, lowest in (
-            ("torch_npu", environment.torch_npu, self.torch_npu),
-            ("CANN", environment.cann, self.cann),
+        installed = environment.cann
+        if (
+            self.cann is not None
+            and installed is not None
+            and version_key(installed) < version_key(self.cann)
         ):
-            if lowest is not None and installed is not None and version_key(installed) < version_key(lowest):
-                return f"needs {name} {lowest} or newer, found {installed}"
+            return f"needs CANN {self.cann} or newer, found {installed}"
+        for operator, names in self.calls.items():
+            problem = _does_not_bind(operator, names, operators_of(environment.torch_npu))
+            if problem is not None:
+                return problem
         dtype = floating_dtype(equation)
         if dtype == torch.bfloat16 and not chip.has_bf16:
             return f"{CHIP_DTYPE} ({chip.name})"
@@ -112,6 +118,23 @@ class Capability:
             tier=self.tier,
             launches=self.launches,
         )
+
+
+@functools.cache
+def operators_of(torch_npu: str | None) -> str:
+    """The release whose operators an installed torch_npu has; the newest that was read where it is not known."""
+    if torch_npu is not None:
+        found = schemas.releases().get(torch_npu.partition("+")[0])
+        if found is not None:
+            return found
+    return schemas.versions()[-1]
+
+
+@functools.cache
+def _does_not_bind(operator: str, names: tuple[str, ...], release: str) -> str | None:
+    """Why a call of ours does not fit the operator of a release, or None."""
+    problems = schemas.check_keywords(operator, names, release)
+    return problems[0] if problems else None
 
 
 def floating_dtype(equation: Equation) -> torch.dtype | None:
