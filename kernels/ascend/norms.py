@@ -50,6 +50,18 @@ def _add_rms_norm(equation: Equation) -> Callable[..., tuple[torch.Tensor, torch
     return run
 
 
+def _add_then_norm(equation: Equation) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    norm = _rms_norm(equation)
+
+    def run(
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + residual
+        return norm(total, weight), total
+
+    return run
+
+
 def _refuses_rounded_offset(equation: Equation) -> str | None:
     """A weight that had to be rounded with its offset would differ from the reference by an ulp of 1 + weight."""
     if float(equation.params["offset"]) and equation.operands[0].dtype != torch.float32:
@@ -91,5 +103,20 @@ ROWS = (
         evidence=("schema", "document", "upstream golden"),
         packs=lambda equation: {2: _norm_weight(equation, 2, equation.operands[0].dtype)},
         calls={"npu::npu_add_rms_norm": ("x1", "x2", "gamma", "epsilon")},
+    ),
+    Capability(
+        "add_rms_norm",
+        "npu.add+rms_norm",
+        ("aten::add", "npu::npu_rms_norm"),
+        _add_then_norm,
+        dtypes=FLOATS,
+        limits=(SMALL,),
+        evidence=("schema", "document", "upstream golden"),
+        tier="composed",
+        launches=2,
+        packs=lambda equation: {
+            2: _norm_weight(equation, 2, torch.float32 if equation.params["offset"] else None)
+        },
+        calls={"npu::npu_rms_norm": ("input", "gamma", "epsilon")},
     ),
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from atbx.core.program import Atom, Literal
 from atbx.core.rewrite import Builder, FusionRule, Match, Pattern
+from atbx.kernels.ascend import expansion
 from atbx.ops.linear import LINEAR
 from atbx.ops.norms import ADD_RMS_NORM
 from atbx.ops.packed import GATED_PACKED, QKV_ROTARY_WRITE
@@ -125,6 +126,7 @@ def _build_add_norm(match: Match, builder: Builder) -> None:
 
 
 RULES = (
+    *expansion.RULES,
     FusionRule(
         "normed_qkv_rotary_write",
         (
