@@ -149,7 +149,10 @@ class Generator:
         missing = max(0, weights - binding.prepared_bytes)
         cache = self.engine.pool(binding).nbytes(rows, capacity, chunk)
         activation = self.engine.activation_bytes(binding)
-        refuse_if_too_large(MemoryNeeds(missing, cache, activation), self._memory_limit)
+        limit, free = self._memory_limit, self.engine.backend.free_bytes
+        if limit is None and free is not None:
+            limit = free()
+        refuse_if_too_large(MemoryNeeds(missing, cache, activation), limit)
 
     def plan(self, params: Any, workload: Iterable[Request | Sequence[int]]) -> tuple[Planned, ...]:
         """Every variant that these requests can need; nothing is compiled. A list of prompt lengths is a request."""

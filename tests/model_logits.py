@@ -13,19 +13,32 @@ from atbx.schedule import Policy, prefill
 
 
 def engine_of(
-    forward: Callable[..., Any], config: Any, *, dtype: torch.dtype | None, chunk: int = 512
+    forward: Callable[..., Any],
+    config: Any,
+    *,
+    dtype: torch.dtype | None,
+    chunk: int = 512,
+    device: Any = "cpu",
 ) -> Engine:
     """An engine with this prefill chunk."""
     policy = Policy(config.context, chunk=chunk, score_chunk=chunk)
     return Engine(
-        forward, config, policy, dtype=dtype, device="cpu", numerics="fast", fallback="report", variants=256
+        forward, config, policy, dtype=dtype, device=device, numerics="fast", fallback=None, variants=256
     )
 
 
 def all_logits(
-    engine: Engine, params: Any, prompts: Sequence[list[int]], *, decode: int = 0
+    engine: Engine,
+    params: Any,
+    prompts: Sequence[list[int]],
+    *,
+    decode: int = 0,
+    unused: float = float("nan"),
 ) -> list[torch.Tensor]:
-    """Logits [T, V] of every token of each prompt; the last `decode` tokens are fed one at a time."""
+    """Logits [T, V] of every token of each prompt; the last `decode` tokens are fed one at a time.
+
+    unused: what every slot of the arena holds beforehand.
+    """
     binding = engine.bind(params)
     policy = engine.policy
     heads = [p[: len(p) - decode] for p in prompts]
@@ -33,7 +46,7 @@ def all_logits(
     shape = (policy.batch(len(prompts)), policy.capacity(longest), policy.chunk)
     arena = engine.pool(binding).take(*shape)
     for leaf in arena.tensors:
-        leaf.fill_(float("nan"))
+        leaf.fill_(unused)
     cache = engine.open_cache(arena, len(prompts), shape[1])
     limits = torch.tensor([len(p) for p in prompts])
     found: list[list[torch.Tensor]] = [[] for _ in prompts]

@@ -140,6 +140,7 @@ class Backend:
     executable: `executable(lowered, preparer or None)` makes what runs a lowered program; None is the call list
                 of `core.executable`, which runs where the operands are.
     accepts:    kinds of device whose tensors a call may pass; small host values are uploaded by the executable.
+    free_bytes: bytes of the device's memory that are free; None where that is the host's own.
     """
 
     name: str
@@ -148,6 +149,7 @@ class Backend:
     rules: list[FusionRule] = field(default_factory=list)
     executable: Callable[[Any, Any], Any] | None = None
     accepts: tuple[str, ...] = ()
+    free_bytes: Callable[[], int] | None = None
 
     def add(self, kernel: Kernel, *, preferred: bool = False) -> Kernel:
         """Enter a kernel, last in preference unless `preferred`."""

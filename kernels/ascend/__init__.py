@@ -87,6 +87,7 @@ def backend(
         rules=list(RULES),
         executable=executable,
         accepts=("cpu",),
+        free_bytes=None if device is None else device.free_bytes,
         environment=environment,
         capabilities=rows(lengths),
         execution=execution,

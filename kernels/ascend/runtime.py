@@ -106,6 +106,12 @@ class AscendDevice:
         reader = getattr(self.module.npu.utils, "get_cann_version", None)
         return (reader("CANN") or None) if reader is not None else None
 
+    def free_bytes(self) -> int:
+        """Bytes that are free on the device, with those that torch_npu's allocator holds and nobody uses."""
+        free, _ = self.npu.mem_get_info(self.device)
+        held = self.npu.memory_reserved(self.device) - self.npu.memory_allocated(self.device)
+        return int(free + held)
+
     def causal_mask(self) -> torch.Tensor:
         """Mask [2048, 2048] bool of ones above the diagonal: the form that FIA's causal modes take."""
         key = "causal"
