@@ -15,9 +15,10 @@ from atbx.core import trees
 from atbx.core.abstract import abstract_of
 from atbx.core.backend import Backend, RunInterpreter
 from atbx.core.buckets import Bucket
-from atbx.core.errors import UnsupportedError
-from atbx.core.op import ReferenceInterpreter, ShapeInterpreter, interpreter
+from atbx.core.errors import StagingError, UnsupportedError
+from atbx.core.op import Interpreter, Op, ReferenceInterpreter, ShapeInterpreter, interpreter
 from atbx.kernels import ascend, cpu
+from atbx.kernels.ascend.interpreter import AscendInterpreter
 
 DEVICES = ("cpu", "npu", "npu:INDEX")
 
@@ -126,7 +127,33 @@ def reference(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
 
+class _RunWhereOperandsAre:
+    """Runs an op on the NPU that one of its operands is on, and on the CPU where none is."""
+
+    def apply(self, op: Op, operands: tuple[Any, ...], params: dict[str, Any]) -> Any:
+        devices = {x.device for x in operands if isinstance(x, torch.Tensor) and x.device.type == "npu"}
+        if not devices:
+            return _on_cpu().apply(op, operands, params)
+        if len(devices) > 1:
+            raise StagingError(
+                f"operands of {op.name} are on several devices",
+                expected="one device",
+                found=", ".join(sorted(map(str, devices))),
+            )
+        return _on_npu(devices.pop().index or 0).apply(op, operands, params)
+
+
 @functools.cache
-def run_interpreter() -> RunInterpreter:
-    """The interpreter that runs ops outside every context: the CPU backend."""
+def _on_cpu() -> RunInterpreter:
     return RunInterpreter(cpu.backend())
+
+
+@functools.cache
+def _on_npu(index: int) -> AscendInterpreter:
+    return AscendInterpreter(ascend.backend(index=index), index)
+
+
+@functools.cache
+def run_interpreter() -> Interpreter:
+    """The interpreter that runs ops outside every context: on the device of their operands."""
+    return _RunWhereOperandsAre()
