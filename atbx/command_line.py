@@ -142,6 +142,12 @@ def _explain(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--batch", type=arguments.positive, default=1, metavar="B", help="rows")
     arguments.add_runtime(command, threads=False)
+    command.add_argument(
+        "--fallback",
+        choices=("report", "error"),
+        help="an op that no kernel serves: say so, or stop (default: stop on an NPU)",
+    )
+    arguments.add_npu(command)
     arguments.add_json(command)
 
 
@@ -186,7 +192,9 @@ _COMMANDS: dict[str, tuple[Any, str, str | None]] = {
     "explain": (
         _explain,
         "tell the kernel of every equation and why, for a prefill and a decode step",
-        "No weights are read. Layers that are alike are shown once; --json lists every equation.",
+        "No weights are read. Layers that are alike are shown once; --json lists every equation. With --device npu\n"
+        "also launches, copies, graphs and streams, a floor in time, and what environment variables do to the plan;\n"
+        "with --chip on any machine, without torch_npu.",
     ),
     "bench": (
         _bench,

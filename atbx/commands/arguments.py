@@ -82,6 +82,22 @@ def add_runtime(command: argparse.ArgumentParser, threads: bool = True) -> None:
         add_threads(command)
 
 
+def add_npu(command: argparse.ArgumentParser) -> None:
+    """How to plan for an NPU."""
+    group = command.add_argument_group("with --device npu")
+    group.add_argument(
+        "--chip", metavar="NAME", help="plan for it, without a device: Ascend910B3, Ascend310P3, ..."
+    )
+    group.add_argument(
+        "--torch-npu", metavar="V", help="plan for this release, with --chip (default: what is installed)"
+    )
+    group.add_argument("--cann", metavar="V", help="plan for this release, with --chip (default: any)")
+    group.add_argument(
+        "--lengths", choices=("update", "mask"), help="how graphs are told lengths (default: update)"
+    )
+    group.add_argument("--eager", action="store_true", help="launch every kernel in every step, no graphs")
+
+
 def add_prompts(command: argparse.ArgumentParser) -> None:
     """The sources of prompts; stdin where none is given."""
     group = command.add_mutually_exclusive_group()

@@ -7,10 +7,15 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
+from atbx.commands import explain_npu
 from atbx.commands.opening import open_to_plan
 from atbx.commands.output import fold, print_json, size_in_words
 from atbx.core.backend import Choice
+from atbx.core.errors import OptionError
 from atbx.core.jit import Explanation
+
+NPU_OPTIONS = ("chip", "torch_npu", "cann", "lengths", "eager")
+"""Arguments that mean something for an NPU alone."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,10 @@ class Line:
 
 def run(args: argparse.Namespace) -> None:
     """Explain both steps of a generation."""
+    if args.device.split(":")[0] == "npu":
+        explain_npu.run(args)
+        return
+    _refuse_npu_options(args)
     opened = open_to_plan(args.model, args.dtype, args.device)
     steps = opened.generator.explain(opened.params, prompt=args.prompt, batch=args.batch)
     if args.json:
@@ -35,6 +44,17 @@ def run(args: argparse.Namespace) -> None:
         return
     for name, step in zip(("Prefill", "Decode"), steps, strict=True):
         _print(name, step)
+
+
+def _refuse_npu_options(args: argparse.Namespace) -> None:
+    for name in NPU_OPTIONS:
+        if getattr(args, name):
+            raise OptionError(
+                "belongs to an NPU",
+                where=f"--{name.replace('_', '-')}",
+                expected="--device npu",
+                found=args.device,
+            )
 
 
 def _as_data(step: Explanation) -> dict[str, Any]:

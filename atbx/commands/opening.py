@@ -13,6 +13,7 @@ from atbx.checkpoints.gguf_reader import MAGIC
 from atbx.checkpoints.loading import cast, load
 from atbx.checkpoints.sources import open_source
 from atbx.checkpoints.tokenizer import Text
+from atbx.core.backend import Backend
 from atbx.core.trees import leaves
 from atbx.generate import Generator, generator
 from atbx.memory import MemoryNeeds
@@ -50,12 +51,19 @@ def open_to_run(path: str, dtype: str | None, device: str = "cpu") -> Opened:
     return Opened(model.params, model.text, made)
 
 
-def open_to_plan(path: str, dtype: str | None, device: str = "cpu") -> Opened:
+def open_to_plan(
+    path: str, dtype: str | None, device: str | Backend = "cpu", fallback: str | None = None
+) -> Opened:
     """The same without reading weights: `params` are abstract, enough to plan and to explain."""
     source, wanted = open_source(path), dtype_named(dtype)
     text = source.text()
     made = generator(
-        source.family.forward, source.config, text=text, eos=source.generation().eos, device=device
+        source.family.forward,
+        source.config,
+        text=text,
+        eos=source.generation().eos,
+        device=device,
+        fallback=fallback,
     )
     return Opened(source.tree(lambda _, lazy: cast(lazy, wanted).abstract), text, made)
 
