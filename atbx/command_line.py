@@ -161,6 +161,25 @@ def _bench(command: argparse.ArgumentParser) -> None:
     arguments.add_json(command)
 
 
+def _profile(command: argparse.ArgumentParser) -> None:
+    arguments.add_model(command)
+    command.add_argument("--batch", type=arguments.positive, default=1, metavar="B", help="rows (default: 1)")
+    command.add_argument("--prompt", type=arguments.positive, default=64, metavar="P", help="default: 64")
+    command.add_argument("--new", type=arguments.positive, default=16, metavar="N", help="default: 16")
+    command.add_argument("--repeats", type=arguments.positive, default=3, metavar="R", help="default: 3")
+    command.add_argument(
+        "--top", type=arguments.positive, default=12, metavar="K", help="hot spots to print (default: 12)"
+    )
+    command.add_argument(
+        "--output", metavar="TRACE.json", help="write a trace for chrome://tracing or Perfetto"
+    )
+    command.add_argument(
+        "--compare", metavar="EARLIER.json", help="print the times of an earlier trace beside these"
+    )
+    arguments.add_runtime(command)
+    arguments.add_json(command)
+
+
 _COMMANDS: dict[str, tuple[Any, str, str | None]] = {
     "demo": (
         _demo,
@@ -203,6 +222,13 @@ _COMMANDS: dict[str, tuple[Any, str, str | None]] = {
         "a warm call that makes one token. Decode: B x (N - 1) tokens over the difference between that and the median\n"
         "of a warm call that makes N. The first call includes packing the weights and compiling. The peak is the\n"
         "process's own (VmHWM), torch included.",
+    ),
+    "profile": (
+        _profile,
+        "tell which ops and layers take the time of a step, before and after a change",
+        "Random prompts of P tokens, N new tokens, end tokens ignored, one warm call first. Times are of every\n"
+        "equation: the host's on a CPU, the device's own on an NPU, where steps run eagerly for it. Rates are by the\n"
+        "ops' cost rules. Write a trace before a change (--output), and print it beside the new one (--compare).",
     ),
 }
 

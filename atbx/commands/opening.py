@@ -34,7 +34,7 @@ def dtype_named(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-def open_to_run(path: str, dtype: str | None, device: str = "cpu") -> Opened:
+def open_to_run(path: str, dtype: str | None, device: str | Backend = "cpu") -> Opened:
     """Load a model and make its generator."""
     wanted = dtype_named(dtype)
     # What is computed at load is computed in the wanted dtype at once. What is mapped is cast when it is bound, which

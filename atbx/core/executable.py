@@ -7,9 +7,11 @@ list, and no model function or op is entered.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,13 +27,45 @@ Run = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Call:
-    """One kernel call: `outs = run(*reads)`; `drops` are slots that nothing later reads."""
+    """One kernel call: `outs = run(*reads)`; `drops` are slots that nothing later reads.
+
+    choice: the equation and its kernel; None for a call that serves several, such as a host plan.
+    """
 
     run: Run
     reads: tuple[int, ...]
     outs: tuple[int, ...]
     drops: tuple[int, ...]
     label: str
+    choice: Choice | None = None
+
+
+class Observer(Protocol):
+    """What watches calls in this context: it is asked to make each of them."""
+
+    def walk(self, calls: Sequence[Call], device: Any) -> AbstractContextManager[None]:
+        """Around the calls of one list, in order. device: what tells their time; None where they run on the CPU."""
+
+    def run(self, call: Call, operands: Sequence[Any]) -> Any:
+        """Make the call; gives its result."""
+
+
+_observer: ContextVar[Observer | None] = ContextVar("atbx_observer", default=None)
+
+
+def current_observer() -> Observer | None:
+    """The observer of this context, None if nobody watches: read once a step."""
+    return _observer.get()
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Let `observer` make every call of executables that this context runs inside the block."""
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
 
 
 @dataclass(frozen=True)
@@ -167,7 +201,7 @@ class Executable:
                     reads.append(self._slot(("out", var), workspace[var]))
             outs = tuple(self._slot(v) for v in equation.outputs)
             label = f"{equation.scope}:{equation.op.name}" if equation.scope else equation.op.name
-            calls.append(Call(kernel.make(equation), tuple(reads), outs, (), label))
+            calls.append(Call(kernel.make(equation), tuple(reads), outs, (), label, choice))
         self._outputs: tuple[Any, ...] = tuple(
             atom.value if isinstance(atom, Literal) else self._slot(atom) for atom in program.outputs
         )
@@ -243,6 +277,10 @@ def with_drops(calls: Sequence[Call], keep: set[int]) -> tuple[Call, ...]:
 
 def run_calls(calls: Sequence[Call], slots: list[Any]) -> None:
     """Run a call list over its slots."""
+    observer = current_observer()
+    if observer is not None:
+        _run_observed(calls, slots, observer)
+        return
     for call in calls:
         outs = call.outs
         if len(outs) == 1:
@@ -252,6 +290,20 @@ def run_calls(calls: Sequence[Call], slots: list[Any]) -> None:
                 slots[slot] = value
         for slot in call.drops:
             slots[slot] = None
+
+
+def _run_observed(calls: Sequence[Call], slots: list[Any], observer: Observer) -> None:
+    """The same, each call made by an observer."""
+    with observer.walk(calls, None):
+        for call in calls:
+            result = observer.run(call, [slots[i] for i in call.reads])
+            if len(call.outs) == 1:
+                slots[call.outs[0]] = result
+            else:
+                for slot, value in zip(call.outs, result, strict=True):
+                    slots[slot] = value
+            for slot in call.drops:
+                slots[slot] = None
 
 
 def lower(
