@@ -69,7 +69,7 @@ def test_as_many_go_as_a_large_graph_needs_after_one_wait() -> None:
 
 
 def test_an_owner_keeps_only_so_many() -> None:
-    waits, wait = waiting()
+    _, wait = waiting()
     budget, owner, other = GraphBudget(100), Owner(), Owner()
     budget.put(other, "x", "x", 1)
     for key in "abc":
