@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ from small_checkpoints import tiny_params
 import atbx
 from atbx import checkpoints
 from atbx.checkpoints.config_metadata import config_to_metadata
+from atbx.core.abstract import Abstract
 from atbx.core.op import Cost
+from atbx.core.program import Equation, Var
 from atbx.kernels import ascend
 from atbx.kernels.ascend.chips import chip
-from atbx.kernels.ascend.report import compute_ms, floor_ms, memory_ms, report
+from atbx.kernels.ascend.report import compute_ms, floor_ms, launched, memory_ms, report
 from atbx.kernels.ascend.switches import switches
 from atbx.models import llama
 from atbx.models.llama import LlamaConfig
 from atbx.ops.define import define_op
+from atbx.ops.packed import QKV_ROTARY_WRITE
 from atbx.ops.rope import Rope
 
 CONFIG = LlamaConfig(
@@ -373,13 +377,79 @@ def test_a_machine_without_torch_npu_is_told_to_name_a_chip(
     assert "Ascend910B3" in said
 
 
-def test_normed_projections_and_penalties_are_counted_by_what_they_launch() -> None:
+def test_results_that_stay_on_the_device_are_copied_out_of_the_graph() -> None:
     backend = ascend.backend(chip="Ascend910B3")
     generate = atbx.generator(llama.forward, CONFIG, device=backend)
-    params = llama.abstract(CONFIG, torch.bfloat16)
-    prefill, _ = generate.explain(params, prompt=16, batch=2)
+    prefill, _ = generate.explain(llama.abstract(CONFIG, torch.bfloat16), prompt=16, batch=2)
     found = report(prefill.variant.lowered, backend)
     # Logits leave the step in device memory, by a copy out of the graph's pool.
     assert (found.device_copies, found.readbacks, found.host_syncs) == (1, 0, 0)
+    assert found.launches == sum(p.launches for p in found.equations) + 1
     for placed in found.equations:
         assert placed.launched is None or len(placed.launched) == placed.launches
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [(1, (NORM, NORM, MROPE, PAGES)), (3, (COPY, NORM, COPY, NORM, MROPE, COPY, PAGES))],
+)
+def test_norms_of_queries_and_keys_are_launches_of_their_own(rows: int, expected: tuple[str, ...]) -> None:
+    def value(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Var:
+        return Var(Abstract(shape, dtype))
+
+    angles = value(rows, 1, 16, dtype=torch.float32)
+    index = value(rows, dtype=torch.int64)
+    arena = value(4, 256, 2, 32)
+    norm = value(32)
+    inputs = (value(rows, 1, 8 * 32), norm, norm, angles, angles, arena, arena, index, index, index)
+    params = {
+        "heads": (4, 2, 2),
+        "head_size": 32,
+        "eps": 1e-6,
+        "style": "half",
+        "window": None,
+        "extent": 256,
+    }
+    equation = Equation(QKV_ROTARY_WRITE, inputs, (value(rows, 1, 4, 32), arena, arena), params)
+    backend = ascend.backend(chip="Ascend910B3")
+    choice = backend.choose(equation, frozenset())
+    row = backend.capability("qkv_rotary_write", choice.kernel.name)
+    assert choice.kernel.name == "npu.mrope+scatter_pa"
+    assert launched(choice, row) == expected
+    assert choice.launches == len(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "milliseconds", "launches"),
+    [("Ascend910B3", 8.4, 329), ("Ascend910B4", 16.9, 329), ("Ascend310P3", 66.0, 393)],
+)
+def test_the_floor_of_a_7b_model_is_the_published_roofline(
+    name: str, milliseconds: float, launches: int
+) -> None:
+    config = LlamaConfig(
+        vocab=32000, width=4096, layers=32, heads=32, kv_heads=32, head_size=128, ff=11008, rope=Rope(dims=128),
+        context=4096, tied=False,
+    )  # fmt: skip
+    backend = ascend.backend(chip=name)
+    generate = atbx.generator(llama.forward, config, device=backend)
+    _, decode = generate.explain(llama.abstract(config, torch.float16))
+    found = report(decode.variant.lowered, backend)
+    # The published figure is 13.5 GB of weights over the bandwidth; of the embedding table one row is read.
+    assert found.floor_ms == pytest.approx(milliseconds, rel=0.02)
+    # 10 (12 on 310P) a layer; embedding, first norm, last norm, logits, 4 to find unusable rows, the choice.
+    assert found.launches == 32 * found.launches_per_layer + 9 == launches
+
+
+def test_the_documentation_lists_the_fields_of_a_step(capsys: Any, model: Path) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "explain.md").read_text(encoding="utf-8")
+    found = explained(capsys, model)
+    for title, fields in (
+        ("### A step", found["decode"]),
+        ("### An equation", found["decode"]["equations"][0]),
+        ("### The plan", {k: v for k, v in found.items() if k not in ("prefill", "decode")}),
+    ):
+        table = text.partition(title + "\n")[2].partition("\n#")[0]
+        named = {
+            name for row in re.findall(r"^\| (`.*?) \|", table, re.M) for name in re.findall(r"`(\w+)`", row)
+        }
+        assert named == set(fields), title
