@@ -1,5 +1,9 @@
 """Attention over a KV arena: the write of new keys and values, and attention over the live slots of each row.
 
+The operand `rows` says where a row's positions lie. [B]: rows[b] is a row of a dense arena [R, S, K, D], position p in
+slot p mod S. [B, N]: the arena is R blocks of S slots, and position p is at offset p mod S of block rows[b, p // S];
+the last block belongs to no row (kernels that write every token put the padding of a step there).
+
 Only live slots are ever read: a row of length n with c new tokens reads n + c slots (those inside the window, where
 there is one), so whatever lies in the others, NaN included, cannot reach any output.
 """
@@ -7,13 +11,13 @@ there is one), so whatever lies in the others, NaN included, cannot reach any ou
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from atbx.core.abstract import Abstract
-from atbx.core.errors import CapacityError, DTypeError, OptionError, ShapeError
+from atbx.core.errors import CacheStateError, CapacityError, DTypeError, OptionError, ShapeError
 from atbx.core.op import Cost, Op, register_op
 
 
@@ -28,20 +32,24 @@ def check_bounds(
     arena_rows: int,
     window: int | None,
     extent: int,
-    rows: list[int],
+    rows: Sequence[int | list[int]],
     lengths: list[int],
     counts: list[int],
 ) -> None:
-    """Raise CapacityError unless every row may write and read its tokens.
+    """Raise unless every row may write and read its tokens.
 
-    tokens T is the width of the step; slots S and arena_rows R are the arena's. A windowed arena of S slots takes at
+    tokens T is the width of the step; slots S and arena_rows R are the arena's. A windowed ring of S slots takes at
     most S - window + 1 tokens at once, else a token would overwrite one that the chunk's first query still needs.
+
+    Raises:
+        CapacityError: a row or a block outside the arena, or more tokens than there are slots.
+        CacheStateError: a slot that is written belongs to another position too.
     """
     for index, (row, length, count) in enumerate(zip(rows, lengths, counts, strict=True)):
         where = f"batch row {index}"
         if count == 0:
             continue
-        if not 0 <= row < arena_rows:
+        if not isinstance(row, list) and not 0 <= row < arena_rows:
             raise CapacityError(
                 "a row outside the arena", where=where, expected=f"0 to {arena_rows - 1}", found=row
             )
@@ -60,13 +68,78 @@ def check_bounds(
                 expected=f"length + count at most {extent}",
                 found=f"{length} + {count}",
             )
-        if window is not None and slots < extent and count > slots - window + 1:
+        if isinstance(row, list):
+            first = 0 if window is None else ring_positions(length, count, window)[0]
+            _check_blocks(where, row, first, length + count, slots, arena_rows - 1)
+        elif window is not None and slots < extent and count > slots - window + 1:
             raise CapacityError(
                 f"a chunk too long for a ring of {slots} slots and a window of {window} tokens",
                 where=where,
                 expected=f"at most {slots - window + 1} tokens",
                 found=count,
             )
+    tables = [row for row in rows if isinstance(row, list)]
+    if tables:
+        _check_owners(slots, tables, lengths, counts)
+
+
+def _check_blocks(where: str, table: list[int], first: int, end: int, slots: int, blocks: int) -> None:
+    """Raise CapacityError unless positions first..end of a row lie in distinct blocks below `blocks`."""
+    start, stop = first // slots, -(-end // slots)
+    live = table[start:stop]
+    if len(live) == stop - start and min(live) >= 0 and max(live) < blocks and len(set(live)) == len(live):
+        return
+    for entry in range(start, stop):
+        block = table[entry] if entry < len(table) else None
+        if block is None or not 0 <= block < blocks:
+            raise CapacityError(
+                "a block outside the arena",
+                where=f"{where}, table entry {entry}",
+                expected=f"0 to {blocks - 1}",
+                found="no entry" if block is None else block,
+                hint="Reserve room for the tokens of a step first (atbx.ops.kv_cache.reserve)",
+            )
+        if block in live[: entry - start]:
+            raise CacheStateError(
+                "a block that stands in its row already", where=f"{where}, table entry {entry}", found=block
+            )
+
+
+def _check_owners(slots: int, tables: list[list[int]], lengths: list[int], counts: list[int]) -> None:
+    """Raise CacheStateError if a slot that is written holds another row's token, or is written twice.
+
+    Rows may share blocks that they only read. Every row counts, those that stand still in this step too.
+    """
+    written: dict[int, tuple[int, int, int]] = {}  # block: batch row, entry, first offset
+    for row, (table, length, count) in enumerate(zip(tables, lengths, counts, strict=True)):
+        for entry in range(length // slots, -(-(length + count) // slots) if count else 0):
+            if table[entry] in written:
+                _refuse_shared(row, entry, table[entry], written[table[entry]][0])
+            written[table[entry]] = row, entry, max(0, length - entry * slots)
+    for row, (table, length, count) in enumerate(zip(tables, lengths, counts, strict=True)):
+        only_read = table[: length // slots if count else -(-length // slots)]
+        if written.keys().isdisjoint(only_read):
+            continue
+        for entry, block in enumerate(only_read):
+            # A row that holds only what lies before the first token written may keep it.
+            if block in written and min(slots, length - entry * slots) > written[block][2]:
+                _refuse_shared(written[block][0], written[block][1], block, row)
+
+
+def _refuse_shared(row: int, entry: int, block: int, other: int) -> None:
+    raise CacheStateError(
+        f"a token would be written to block {block}, which batch row {other} holds too",
+        where=f"batch row {row}, table entry {entry}",
+        hint="Reserve room for the tokens of a step first (atbx.ops.kv_cache.reserve)",
+    )
+
+
+def places_of(row: int | list[int], first: int, end: int, slots: int) -> tuple[Any, torch.Tensor]:
+    """Index of positions first..end in an arena [R, S, ...]: rows of it (one, or one each), and slots."""
+    position = torch.arange(first, end)
+    if isinstance(row, list):
+        return torch.tensor(row)[position // slots], position % slots
+    return row, position % slots
 
 
 def _write_shape(
@@ -77,7 +150,9 @@ def _write_shape(
     rows: Any,
     lengths: Any,
     counts: Any,
-    **params: Any,
+    *,
+    window: int | None,
+    extent: int,
 ) -> tuple[Abstract, Abstract]:
     for name, new, arena in (("k", k, k_arena), ("v", v, v_arena)):
         if new.ndim != 4 or arena.ndim != 4 or new.shape[2:] != arena.shape[2:]:
@@ -88,14 +163,31 @@ def _write_shape(
             )
         if new.dtype != arena.dtype:
             raise DTypeError(f"kv_write: {name} and its arena differ", expected=arena.dtype, found=new.dtype)
-    _check_index_operands("kv_write", k.shape[0], rows, lengths, counts)
+    _check_index_operands("kv_write", k.shape[0], k_arena.shape[1], window, extent, rows, lengths, counts)
     return Abstract(k_arena.shape, k_arena.dtype), Abstract(v_arena.shape, v_arena.dtype)
 
 
-def _check_index_operands(op: str, batch: int, *operands: Abstract) -> None:
+def _check_index_operands(
+    op: str, batch: int, slots: int, window: int | None, extent: int, *operands: Abstract
+) -> None:
+    """Raise ShapeError unless rows, lengths and counts fit a batch, and the extent what a row can hold."""
     for name, value in zip(("rows", "lengths", "counts"), operands, strict=True):
-        if value.shape != (batch,) or value.dtype != torch.int64:
-            raise ShapeError(f"{op}: {name} does not fit", expected=f"i64[{int(batch)}]", found=value)
+        is_table = name == "rows" and value.ndim == 2 and value.shape[0] == batch and value.shape[1] > 0
+        if (value.shape != (batch,) and not is_table) or value.dtype != torch.int64:
+            or_table = f" or i64[{int(batch)},N]" if name == "rows" else ""
+            raise ShapeError(
+                f"{op}: {name} does not fit", expected=f"i64[{int(batch)}]{or_table}", found=value
+            )
+    rows = operands[0]
+    held = slots * rows.shape[1] if rows.ndim == 2 else slots
+    if extent > held and (rows.ndim == 2 or window is None):
+        raise ShapeError(
+            f"{op}: extent exceeds the arena's slots"
+            if rows.ndim == 1
+            else f"{op}: extent exceeds the {rows.shape[1]} blocks of a row",
+            expected=f"at most {held}",
+            found=extent,
+        )
 
 
 def _write_reference(
@@ -115,9 +207,9 @@ def _write_reference(
     host = rows.tolist(), lengths.tolist(), counts.tolist()
     check_bounds(k.shape[1], slots, k_arena.shape[0], window, extent, *host)
     for b, (row, length, count) in enumerate(zip(*host, strict=True)):
-        slot = torch.arange(length, length + count) % slots
-        k_arena[row, slot] = k[b, :count]
-        v_arena[row, slot] = v[b, :count]
+        place = places_of(row, length, length + count, slots)
+        k_arena[place] = k[b, :count]
+        v_arena[place] = v[b, :count]
     return k_arena, v_arena
 
 
@@ -126,8 +218,8 @@ def _write_cost(operands: tuple[Any, ...], results: tuple[Abstract, ...], **para
 
 
 KV_WRITE = register_op(Op("kv_write", _write_shape, _write_reference, _write_cost, updates=((2, 0), (3, 1))))
-"""(k [B,T,K,D], v, k_arena [R,S,K,D], v_arena, rows [B], lengths [B], counts [B]) to the updated arenas: the first
-counts[b] tokens go to row rows[b], slots (lengths[b] + t) mod S; padding tokens go nowhere."""
+"""(k [B,T,K,D], v, k_arena [R,S,K,D], v_arena, rows [B] or [B,N], lengths [B], counts [B]) to the updated arenas: token
+t < counts[b] goes to position lengths[b] + t of its row; padding tokens go nowhere."""
 
 
 def _attention_shape(
@@ -163,7 +255,8 @@ def _attention_shape(
         raise DTypeError(
             "attention: q, k and v differ", expected=q.dtype, found=f"{k_arena.dtype}, {v_arena.dtype}"
         )
-    _check_index_operands("attention", q.shape[0], rows, lengths, counts)
+    slots = k_arena.shape[1]
+    _check_index_operands("attention", q.shape[0], slots, window, extent, rows, lengths, counts)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
         # None would make some kernels take a default of their own.
         raise OptionError("attention: scale must be a finite number", where="scale", found=repr(scale))
@@ -180,16 +273,11 @@ def _attention_shape(
         raise ShapeError(
             "attention: a window holds at least the token itself", expected="1 or more", found=window
         )
-    slots = k_arena.shape[1]
-    if window is not None and slots < extent and q.shape[1] > slots - window + 1:
+    if window is not None and rows.ndim == 1 and slots < extent and q.shape[1] > slots - window + 1:
         raise ShapeError(
             f"attention: a chunk does not fit a ring of {slots} slots with a window of {window}",
             expected=f"at most {slots - window + 1} tokens",
             found=int(q.shape[1]),
-        )
-    if window is None and slots < extent:
-        raise ShapeError(
-            "attention: extent exceeds the arena's slots", expected=f"at most {slots}", found=extent
         )
     return Abstract((*q.shape[:3], v_arena.shape[3]), q.dtype)
 
@@ -263,11 +351,11 @@ def _attention_reference(
         if count == 0:
             continue
         first, end = (0, length + count) if window is None else ring_positions(length, count, window)
-        slot = torch.arange(first, end) % slots
+        place = places_of(row, first, end, slots)
         out[b, :count] = attend_row(
             q[b, :count],
-            k_arena[row, slot],
-            v_arena[row, slot],
+            k_arena[place],
+            v_arena[place],
             first,
             length,
             scale=scale,
@@ -283,7 +371,7 @@ def _attention_reference(
 def attention_cost(q: Abstract, k_arena: Abstract, extent: int, window: int | None) -> Cost:
     """Two matmuls over the extent (the window, where it is shorter), and K and V of it read once."""
     B, T, H, D = q.shape
-    reach = min(extent, k_arena.shape[1]) if window is None else min(extent, window + T - 1)
+    reach = extent if window is None else min(extent, window + T - 1)
     flops = 4.0 * B * T * H * D * reach
     kv = 2.0 * B * reach * k_arena.shape[2] * D * k_arena.dtype.itemsize
     return Cost(flops, kv + 2.0 * q.nbytes)
@@ -294,8 +382,8 @@ def _attention_cost(operands: tuple[Any, ...], results: tuple[Abstract, ...], **
 
 
 ATTENTION = register_op(Op("attention", _attention_shape, _attention_reference, _attention_cost))
-"""(q [B,T,H,D], k_arena [R,S,K,D], v_arena, rows [B], lengths [B], counts [B], slopes [H] or None, sinks [H] or None)
-to [B,T,H,D]: token t of row b stands at position lengths[b] + t; tokens past counts[b] give zeros."""
+"""(q [B,T,H,D], k_arena [R,S,K,D], v_arena, rows [B] or [B,N], lengths [B], counts [B], slopes [H] or None, sinks [H]
+or None) to [B,T,H,D]: token t of row b stands at position lengths[b] + t; tokens past counts[b] give zeros."""
 
 
 def alibi_slopes(heads: int) -> torch.Tensor:
@@ -306,14 +394,3 @@ def alibi_slopes(heads: int) -> torch.Tensor:
 
     n = 1 << int(math.log2(heads))
     return torch.tensor(geometric(n) + geometric(2 * n)[0::2][: heads - n], dtype=torch.float32)
-
-
-def static_attention_facts(q: Abstract, k_arena: Abstract, params: dict[str, Any]) -> Hashable:
-    """What a kernel's host plan needs to know of an attention equation."""
-    return (
-        int(q.shape[1]),
-        int(k_arena.shape[0]),
-        int(k_arena.shape[1]),
-        params["window"],
-        params["extent"],
-    )

@@ -2,70 +2,52 @@
 
 Every function takes a cache and returns another. The arena's tensors never move; `attend` stages a write and then
 attention over the filled slots, and a compiled step updates the arena in place because the cache is donated to it.
+The functions are the same for dense rows (`KVCache`) and for pages (`PagedCache`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 
-from atbx.core.abstract import Abstract, tree_bytes
 from atbx.core.arena import Arena, ArenaValue
-from atbx.core.errors import CacheStateError, CapacityError, DTypeError, OptionError, TreeError
+from atbx.core.donation import taking
+from atbx.core.errors import CacheStateError, OptionError, TreeError
 from atbx.core.trees import node, static_field
+from atbx.ops import paged_cache
 from atbx.ops.attention import ATTENTION, KV_WRITE
+from atbx.ops.cache_spec import (
+    CacheSpec,
+    LayerCache,
+    arena_like,
+    check_counts,
+    check_extent,
+    check_rows,
+    check_shorter,
+)
 from atbx.ops.elementwise import add
+from atbx.ops.paged_cache import PagedCache
 
-
-@dataclass(frozen=True)
-class LayerCache:
-    """What one layer keeps: K KV heads of D channels, and the sliding window it attends through (None = all)."""
-
-    kv_heads: int
-    head_size: int
-    window: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("kv_heads", "head_size", "window"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise OptionError(
-                    "a layer keeps a positive number",
-                    where=f"LayerCache.{name}",
-                    expected="1 or more",
-                    found=value,
-                )
-
-
-@dataclass(frozen=True)
-class CacheSpec:
-    """What every layer of a model keeps."""
-
-    layers: tuple[LayerCache, ...]
-
-    def slots(self, layer: int, capacity: int, chunk: int) -> int:
-        """KV slots of a layer: the capacity, or window + chunk - 1 where a window needs fewer.
-
-        Fewer than window + chunk - 1 would let the last token of a chunk overwrite a key that the first still needs.
-        """
-        window = self.layers[layer].window
-        return capacity if window is None else min(capacity, window + chunk - 1)
-
-    def abstract(self, rows: int, capacity: int, dtype: torch.dtype, chunk: int) -> dict[str, list[Abstract]]:
-        """Keys and values of every layer as [R, S, K, D]."""
-
-        def leaf(layer: int) -> Abstract:
-            spec = self.layers[layer]
-            return Abstract((rows, self.slots(layer, capacity, chunk), spec.kv_heads, spec.head_size), dtype)
-
-        return {name: [leaf(i) for i in range(len(self.layers))] for name in ("k", "v")}
-
-    def nbytes(self, rows: int, capacity: int, dtype: torch.dtype, chunk: int = 1) -> int:
-        """Bytes of an arena."""
-        return tree_bytes(self.abstract(rows, capacity, dtype, chunk))
+__all__ = [
+    "CacheSpec",
+    "KVCache",
+    "LayerCache",
+    "PagedCache",
+    "append",
+    "attend",
+    "fork",
+    "init",
+    "init_paged",
+    "load",
+    "over_arena",
+    "reserve",
+    "save",
+    "select",
+    "truncate",
+]
 
 
 @node
@@ -89,20 +71,33 @@ class KVCache:
     chunk: int = static_field()
     reach: Any = None
 
+    @property
+    def places(self) -> Any:
+        """Where rows lie in the arena, as the ops take it: [B] rows."""
+        return self.rows
+
     def advance(self, counts: Any) -> KVCache:
         """The cache after `counts` [B] tokens were written."""
         return replace(self, lengths=add(self.lengths, counts))
 
     def with_extent(self, extent: int) -> KVCache:
         """The same state, read through another extent."""
-        if not 1 <= extent <= self.capacity:
-            raise CapacityError("extent outside the arena", expected=f"1 to {self.capacity}", found=extent)
+        check_extent(extent, self.capacity)
         return replace(self, extent=extent)
+
+    def part(self, rows: Sequence[int], lengths: torch.Tensor) -> KVCache:
+        """Some rows for one step, holding `lengths`; put the arena that the step returns into the whole cache."""
+        return replace(self, rows=self.rows[list(rows)], lengths=lengths)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arena."""
         return self.arena.arena.nbytes
+
+
+AnyCache = TypeVar("AnyCache", KVCache, PagedCache)
+
+init_paged = paged_cache.init
 
 
 def init(
@@ -122,13 +117,7 @@ def init(
         OptionError: a size is not positive, or `spec` has no layer. DTypeError: dtype is not floating point.
     """
     chunk = capacity if chunk is None else chunk
-    if not spec.layers:
-        raise OptionError("a cache needs a layer", where="spec.layers", expected="1 or more", found=0)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise DTypeError("keys and values are floating point", where="dtype", found=repr(dtype))
-    for name, value in (("batch", batch), ("capacity", capacity), ("chunk", chunk)):
-        if value < 1:
-            raise OptionError("a cache needs a positive size", where=name, expected="1 or more", found=value)
+    spec.check(dtype, batch=batch, capacity=capacity, chunk=chunk)
     described = spec.abstract(batch, capacity, dtype, chunk)
     tree = {
         name: [torch.empty(a.shape, dtype=a.dtype, device=device) for a in leaves]
@@ -143,11 +132,12 @@ def over_arena(arena: Arena, spec: CacheSpec, rows: Sequence[int], *, capacity: 
     return KVCache(arena.value(), index, torch.zeros_like(index), spec, capacity, capacity, chunk)
 
 
-def append(cache: KVCache, k: Any, v: Any, *, layer: int, counts: Any) -> KVCache:
+def append(cache: AnyCache, k: Any, v: Any, *, layer: int, counts: Any) -> AnyCache:
     """Write the first counts[b] tokens of k, v [B,T,K,D] behind what row b holds; lengths stay (see `advance`).
 
     Raises:
-        CapacityError: a row would exceed the extent, or a chunk its ring. OptionError: no such layer.
+        CapacityError: a row would exceed the extent, a chunk its ring, or a block that it needs was not reserved.
+        CacheStateError: a token would be written to a slot that another row holds. OptionError: no such layer.
     """
     layers = len(cache.spec.layers)
     if not 0 <= layer < layers:
@@ -159,7 +149,7 @@ def append(cache: KVCache, k: Any, v: Any, *, layer: int, counts: Any) -> KVCach
         v,
         tree["k"][layer],
         tree["v"][layer],
-        cache.rows,
+        cache.places,
         cache.lengths,
         counts,
         window=cache.spec.layers[layer].window,
@@ -177,7 +167,7 @@ def attend(
     q: Any,
     k: Any,
     v: Any,
-    cache: KVCache,
+    cache: AnyCache,
     *,
     layer: int,
     counts: Any,
@@ -186,7 +176,7 @@ def attend(
     soft_cap: float | None = None,
     slopes: Any = None,
     sinks: Any = None,
-) -> tuple[Any, KVCache]:
+) -> tuple[Any, AnyCache]:
     """Write k and v to the cache, then attend over what each row holds, the new tokens included.
 
     q:      [B, T, H, D]; k, v: [B, T, K, D], H a multiple of K (MHA, GQA, MQA).
@@ -202,7 +192,7 @@ def attend(
     last layer.
 
     Raises:
-        CapacityError: a row would exceed the extent, or a chunk its ring.
+        CapacityError, CacheStateError: as `append`.
     """
     cache = append(cache, k, v, layer=layer, counts=counts)
     tree = cache.arena.tree
@@ -210,7 +200,7 @@ def attend(
         q,
         tree["k"][layer],
         tree["v"][layer],
-        cache.rows,
+        cache.places,
         cache.lengths,
         counts,
         slopes,
@@ -224,19 +214,37 @@ def attend(
     return out, cache
 
 
-def truncate(cache: KVCache, lengths: Sequence[int] | torch.Tensor) -> KVCache:
+def reserve(cache: AnyCache, counts: Sequence[int] | torch.Tensor) -> AnyCache:
+    """The cache with room for counts[b] more tokens of row b, to be called on the host before a step.
+
+    Dense rows always have their room; a paged cache takes blocks for it, and copies a shared block that a row is
+    about to write to. The old value is used up either way, as by a compiled step.
+
+    Raises:
+        CapacityError: a row would exceed its capacity, or more blocks are needed than are free; nothing changed then.
+    """
+    if isinstance(cache, PagedCache):
+        return paged_cache.reserve(cache, counts)
+    cache.arena.check("reserve(cache)")
+    check_counts(torch.as_tensor(counts).tolist(), cache.lengths.tolist(), cache.capacity)
+    with taking:
+        cache.arena.check("reserve(cache)")
+        cache.arena.arena.generation += 1
+    return replace(cache, arena=cache.arena.arena.value())
+
+
+def truncate(cache: AnyCache, lengths: Sequence[int] | torch.Tensor) -> AnyCache:
     """The cache with rows cut back to `lengths` [B] tokens (a rejected draft, say).
 
     Raises:
         CapacityError: a length is negative or above what the row holds.
-        CacheStateError: a windowed layer no longer holds the keys that the shortened row would need.
+        CacheStateError: a windowed layer of a dense cache no longer holds the keys that the shortened row would need.
     """
+    if isinstance(cache, PagedCache):
+        return paged_cache.truncate(cache, lengths)
     cache.arena.check("truncate(cache)")
     wanted = torch.as_tensor(lengths, dtype=torch.int64)
-    if wanted.shape != cache.lengths.shape:
-        raise CapacityError(
-            "one length a row", expected=tuple(cache.lengths.shape), found=tuple(wanted.shape)
-        )
+    check_shorter(wanted, cache.lengths)
     reach = cache.lengths if cache.reach is None else torch.maximum(cache.lengths, cache.reach)
     # A row cut to nothing starts anew.
     reach = torch.where(wanted == 0, 0, reach)
@@ -246,10 +254,6 @@ def truncate(cache: KVCache, lengths: Sequence[int] | torch.Tensor) -> KVCache:
     ]
     host = wanted.tolist(), cache.lengths.tolist(), reach.tolist()
     for row, (new, old, most) in enumerate(zip(*host, strict=True)):
-        if not 0 <= new <= old:
-            raise CapacityError(
-                "cannot truncate to this length", where=f"row {row}", expected=f"0 to {old}", found=new
-            )
         for layer, window, size in rings:
             if new not in (0, old) and max(0, new - window + 1) < most - size:
                 raise CacheStateError(
@@ -263,26 +267,26 @@ def truncate(cache: KVCache, lengths: Sequence[int] | torch.Tensor) -> KVCache:
     return replace(cache, lengths=wanted, reach=reach if has_wrapped else None)
 
 
-def fork(cache: KVCache) -> KVCache:
+def fork(cache: AnyCache) -> AnyCache:
     """An independent copy: neither cache ever sees what is written to the other."""
+    if isinstance(cache, PagedCache):
+        return paged_cache.fork(cache)
     return _gathered(cache, cache.rows.tolist(), cache.lengths, cache.reach)
 
 
-def select(cache: KVCache, indices: Sequence[int]) -> KVCache:
-    """The cache whose row i is this one's row indices[i]: dropped, reordered, or (copied) repeated rows.
+def select(cache: AnyCache, indices: Sequence[int]) -> AnyCache:
+    """The cache whose row i is this one's row indices[i]: dropped, reordered or repeated rows.
 
-    Without repetition nothing is copied: rows of an arena are only named anew.
+    Without repetition nothing is copied: rows of an arena are only named anew. Repeated rows are copied in a dense
+    cache; in a paged one they share their blocks until one of them writes.
 
     Raises:
         CapacityError: an index is out of range.
     """
+    if isinstance(cache, PagedCache):
+        return paged_cache.select(cache, indices)
     cache.arena.check("select(cache)")
-    batch = cache.rows.shape[0]
-    for position, index in enumerate(indices):
-        if not 0 <= index < batch:
-            raise CapacityError(
-                "no such row", where=f"indices[{position}]", expected=f"0 to {batch - 1}", found=index
-            )
+    check_rows(list(indices), cache.rows.shape[0])
     chosen = torch.tensor(list(indices), dtype=torch.int64)
     rows, lengths = cache.rows[chosen], cache.lengths[chosen]
     reach = None if cache.reach is None else cache.reach[chosen]
@@ -293,15 +297,20 @@ def select(cache: KVCache, indices: Sequence[int]) -> KVCache:
 
 def _gathered(cache: KVCache, rows: list[int], lengths: torch.Tensor, reach: torch.Tensor | None) -> KVCache:
     tree = cache.arena.tree
-    copied = {name: [leaf[rows].clone() for leaf in leaves] for name, leaves in tree.items()}
+    copied = {
+        name: [arena_like(leaf, len(rows)).copy_(leaf[rows]) for leaf in leaves]
+        for name, leaves in tree.items()
+    }
     fresh = torch.arange(len(rows), dtype=torch.int64)
     reach = None if reach is None else reach.clone()
     arena = cache.arena.replaced(copied)
     return replace(cache, arena=arena, rows=fresh, lengths=lengths.clone(), reach=reach)
 
 
-def save(cache: KVCache) -> dict[str, Any]:
+def save(cache: AnyCache) -> dict[str, Any]:
     """The cache as a plain tree of tensors (live rows only), to be written with `checkpoints.write_tree`."""
+    if isinstance(cache, PagedCache):
+        return paged_cache.save(cache)
     copy = fork(cache)
     tree = copy.arena.tree
     longest = max(1, int(copy.lengths.max()))
@@ -314,8 +323,8 @@ def save(cache: KVCache) -> dict[str, Any]:
     return {"lengths": copy.lengths, "sizes": sizes, **reach, **keep}
 
 
-def load(tree: dict[str, Any], spec: CacheSpec) -> KVCache:
-    """The cache that `save` made a tree of.
+def load(tree: dict[str, Any], spec: CacheSpec) -> KVCache | PagedCache:
+    """The cache that `save` made a tree of, dense or paged as it was.
 
     Raises:
         TreeError: the tree does not fit `spec`.
@@ -330,6 +339,8 @@ def load(tree: dict[str, Any], spec: CacheSpec) -> KVCache:
     ]
     if problems:
         raise TreeError("a saved KV cache does not fit the model", mismatches=tuple(problems))
+    if "tables" in tree:
+        return paged_cache.load(tree, spec)
     capacity, chunk = (int(n) for n in tree["sizes"].tolist())
     lengths = tree["lengths"].clone()
     dtype = tree["k"][0].dtype

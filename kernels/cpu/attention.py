@@ -24,10 +24,11 @@ class Span:
 
     writes: (first token, slot, tokens) pieces of the write; reads: (slot, slots) pieces of the live keys, which
     stand at positions first, first + 1, ...; mask is additive [count, slots], or None where `causal` says all.
+    rows is None where the batch row is paged: slots then count through all blocks of the arena.
     """
 
     batch: slice
-    rows: slice
+    rows: slice | None
     length: int
     count: int
     writes: tuple[tuple[int, int, int], ...]
@@ -48,12 +49,32 @@ def _pieces(start: int, end: int, slots: int) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def _span(batch: int, rows: int, size: int, length: int, count: int, facts: Any) -> Span:
+def _block_pieces(start: int, end: int, size: int, table: list[int]) -> tuple[tuple[int, int], ...]:
+    """Slots of positions start..end in blocks of `size` slots, as runs (slot, length); neighbouring blocks make one."""
+    found: list[tuple[int, int]] = []
+    while start < end:
+        slot = table[start // size] * size + start % size
+        run = min(end - start, size - start % size)
+        if found and sum(found[-1]) == slot:
+            found[-1] = found[-1][0], found[-1][1] + run
+        else:
+            found.append((slot, run))
+        start += run
+    return tuple(found)
+
+
+def _span(batch: int, row: int | list[int], size: int, length: int, count: int, facts: Any) -> Span:
     _, _, slots, window, _, causal, dtype = facts
     first, end = (0, length + count) if window is None else ring_positions(length, count, window)
+
+    def pieces(start: int, stop: int) -> tuple[tuple[int, int], ...]:
+        return (
+            _block_pieces(start, stop, slots, row) if isinstance(row, list) else _pieces(start, stop, slots)
+        )
+
     writes = []
     token = 0
-    for slot, run in _pieces(length, length + count, slots):
+    for slot, run in pieces(length, length + count):
         writes.append((token, slot, run))
         token += run
     mask = None
@@ -71,11 +92,11 @@ def _span(batch: int, rows: int, size: int, length: int, count: int, facts: Any)
         mask = torch.zeros(count, end - first, dtype=dtype).masked_fill_(~seen, -torch.inf)
     return Span(
         slice(batch, batch + size),
-        slice(rows, rows + size),
+        None if isinstance(row, list) else slice(row, row + size),
         length,
         count,
         tuple(writes),
-        _pieces(first, end, slots),
+        pieces(first, end),
         first,
         plain_causal and not sees_all,
         mask,
@@ -87,12 +108,17 @@ def plan_spans(
 ) -> tuple[Span, ...]:
     """Spans of rows with equal length and count that lie side by side in the arena; bounds are checked here.
 
+    A paged row is a span of its own: rows read through one call would first have to be gathered.
+
     Raises:
-        CapacityError: a row would write past the extent, or its chunk past its ring.
+        CapacityError, CacheStateError: as `check_bounds`.
     """
     tokens, arena_rows, slots, window, extent, _, _ = facts
     host = rows.tolist(), lengths.tolist(), counts.tolist()
     check_bounds(tokens, slots, arena_rows, window, extent, *host)
+    if rows.ndim == 2:
+        steps = enumerate(zip(*host, strict=True))
+        return tuple(_span(b, table, 1, length, n, facts) for b, (table, length, n) in steps if n)
     spans: list[Span] = []
     start = 0
     total = len(host[0])
@@ -126,9 +152,16 @@ def _write_facts(equation: Equation) -> Hashable:
     return attention_facts(equation.operands[0], equation.operands[2], equation.params)
 
 
+def _part(arena: torch.Tensor, span: Span, slot: int, run: int) -> torch.Tensor:
+    """`run` slots of a span's rows, [rows, run, K, D], as a view."""
+    if span.rows is None:
+        return arena.view(1, -1, *arena.shape[2:])[:, slot : slot + run]
+    return arena[span.rows, slot : slot + run]
+
+
 def _read(arena: torch.Tensor, span: Span) -> torch.Tensor:
-    """Live slots of a span as [rows, K, N, D]; a copy only where a ring wraps."""
-    pieces = [arena[span.rows, slot : slot + run] for slot, run in span.reads]
+    """Live slots of a span as [rows, K, N, D]; a copy only where a ring wraps or blocks lie apart."""
+    pieces = [_part(arena, span, slot, run) for slot, run in span.reads]
     return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)).transpose(1, 2)
 
 
@@ -136,7 +169,7 @@ def write_spans(arena: torch.Tensor, new: torch.Tensor, spans: tuple[Span, ...])
     """Write the real tokens of `new` [B,T,K,D] into the arena, in place."""
     for span in spans:
         for token, slot, run in span.writes:
-            arena[span.rows, slot : slot + run] = new[span.batch, token : token + run]
+            _part(arena, span, slot, run).copy_(new[span.batch, token : token + run])
     return arena
 
 
