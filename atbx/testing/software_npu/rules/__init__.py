@@ -9,24 +9,34 @@ from __future__ import annotations
 from atbx.testing.software_npu.rules import (
     activations,
     atb_attention,
+    atb_attention_limits,
     attention_infer,
+    attention_infer_limits,
+    attention_legacy,
     cache_write,
+    cache_write_limits,
     chips,
+    fused_qkv,
     linear,
     norms,
+    quant,
     rotary,
+    sampling,
 )
 from atbx.testing.software_npu.rules.registry import (
     LIMITS,
     RULES,
     Call,
     Limit,
+    NotModelledError,
     Rule,
     first_refusal,
     limits_of,
 )
 
 __all__ = [
-    "LIMITS", "RULES", "Call", "Limit", "Rule", "activations", "atb_attention", "attention_infer", "cache_write",
-    "chips", "first_refusal", "limits_of", "linear", "norms", "rotary",
+    "LIMITS", "RULES", "Call", "Limit", "NotModelledError", "Rule", "activations", "atb_attention",
+    "atb_attention_limits", "attention_infer", "attention_infer_limits", "attention_legacy", "cache_write",
+    "cache_write_limits", "chips", "first_refusal", "fused_qkv", "limits_of", "linear", "norms", "quant", "rotary",
+    "sampling",
 ]  # fmt: skip

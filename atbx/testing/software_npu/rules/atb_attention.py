@@ -1,36 +1,380 @@
 """ATB's attention operators: prefill over packed rows, decode over a paged cache, and both at once.
 
-ATB's conventions differ from those of the npu namespace: masks are ADDED to the scores, lengths are per sequence
-everywhere, results are written into `out`, and query row i of the paged form is one token of sequence i whose
-context length includes the token just written.
+ATB's conventions differ from those of the npu namespace. Lengths are per sequence everywhere and results go into
+`out`. Masks are ADDED to the scores: in float16 as they are (-10000 or -inf where masked); in bfloat16 the
+self-attention kernels multiply the mask by -3e38 first, so that 1 takes a position away and -10000 does the
+opposite. Paged kernels add a bfloat16 mask as it is. A compressed mask is laid along the diagonal that ends at the
+sequence's last position. Query row i of the paged form is one token of sequence i, whose context length includes
+the token just written.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from atbx.testing.software_npu.rules.attention_core import attend, gather_blocks
-from atbx.testing.software_npu.rules.registry import rule
+from atbx.testing.software_npu.rules.registry import NotModelledError, rule
+
+# Kinds of masks, numbered as self-attention numbers them; the paged operators number them otherwise.
+NO_MASK, WHOLE, ALIBI, COMPRESSED, CAUSAL = 0, 1, 2, 3, 9
+PAGED_NO_MASK, PAGED_ALIBI, PAGED_COMPRESSED = 0, 2, 5
+
+BFLOAT16_COEFFICIENT = -3e38
 
 
-def cache_rows(cache: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """A cache [blocks, block, K, D], or in strips [blocks, K*D/16, block, 16], as [blocks, block, K, D].
+def is_stripped_cache(cache: torch.Tensor, kv_heads: int, head_size: int) -> bool:
+    """Whether a cache is in strips [blocks, K*D/16, block, 16] and not [blocks, block, K, D]."""
+    return tuple(cache.shape[2:]) != (kv_heads, head_size) and cache.shape[3] in (16, 32)
 
-    The two forms are told apart by the KV heads, which the third axis of a plain cache counts.
-    """
-    if cache.shape[2] == kv_heads and not (cache.shape[3] == 16 and cache.shape[2] % 16 == 0):
+
+def cache_rows(cache: torch.Tensor, kv_heads: int, head_size: int | None) -> torch.Tensor:
+    """A cache in either form as [blocks, block, K, D]; values may have another head size (None: read it)."""
+    if cache.dim() == 3:
+        return cache.unflatten(2, (kv_heads, -1))
+    plain = (
+        cache.shape[2] == kv_heads if head_size is None else not is_stripped_cache(cache, kv_heads, head_size)
+    )
+    if plain:
         return cache
-    if cache.shape[3] in (16, 32):
-        return cache.permute(0, 2, 1, 3).flatten(2).unflatten(2, (kv_heads, -1))
-    return cache
+    return cache.permute(0, 2, 1, 3).flatten(2).unflatten(2, (kv_heads, -1))
 
 
-def _paged(query, key_cache, value_cache, kv_heads, scale, block_table, lengths, out) -> None:
-    keys, values = cache_rows(key_cache, kv_heads), cache_rows(value_cache, kv_heads)
-    for row in range(query.shape[0]):
-        k = gather_blocks(keys, block_table[row], int(lengths[row]))
-        v = gather_blocks(values, block_table[row], int(lengths[row]))
-        out[row] = attend(query[row : row + 1], k, v, scale)[0][0].reshape(out[row].shape)
+def both_caches(
+    key_cache: torch.Tensor, value_cache: torch.Tensor, kv_heads: int, head_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values as [blocks, block, K, D]; one form for both, told by the keys."""
+    keys = cache_rows(key_cache, kv_heads, head_size)
+    in_strips = key_cache.dim() == 4 and is_stripped_cache(key_cache, kv_heads, head_size)
+    if in_strips:
+        return keys, value_cache.permute(0, 2, 1, 3).flatten(2).unflatten(2, (kv_heads, -1))
+    return keys, cache_rows(value_cache, kv_heads, None)
+
+
+def square(mask: torch.Tensor) -> torch.Tensor:
+    """A mask as [rows, columns]; strips [1, N/16, M, 16] are put together."""
+    if mask.dim() == 4 and mask.shape[3] == 16 and mask.shape[1] * 16 == mask.shape[2]:
+        return mask[0].permute(1, 0, 2).flatten(1)
+    return mask.reshape(mask.shape[-2:])
+
+
+def along_diagonal(mask: torch.Tensor, tokens: int, slots: int) -> torch.Tensor:
+    """Mask values [tokens, slots] of a compressed mask whose diagonal ends at the last position.
+
+    Beyond the matrix the value of its corners holds: above for later keys, below for earlier ones.
+    """
+    whole = square(mask)
+    reach = whole.shape[0] - 1
+    values = torch.cat([whole[:, 0].flip(0), whole[0, 1:]]).float()
+    distance = torch.arange(slots) - (torch.arange(tokens).unsqueeze(1) + slots - tokens)
+    return values[distance.clamp(-reach, reach) + reach]
+
+
+def self_attention_bias(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """What a self-attention kernel adds for mask values: times -3e38 in bfloat16."""
+    return values.float() * (BFLOAT16_COEFFICIENT if mask.dtype == torch.bfloat16 else 1.0)
+
+
+def _rows(packed: torch.Tensor, heads: int) -> torch.Tensor:
+    """Packed rows [T, H, D] of [T, H, D] or [T, H*D]."""
+    return packed if packed.dim() == 3 else packed.unflatten(-1, (heads, -1))
+
+
+def _put(out: torch.Tensor, start: int, part: torch.Tensor) -> None:
+    out[start : start + part.shape[0]] = part.reshape(part.shape[0], *out.shape[1:])
+
+
+def _encode(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: Sequence[int],
+    scale: float,
+    heads: int,
+    kv_heads: int,
+    out: torch.Tensor,
+    mask: torch.Tensor | None,
+    kind: int,
+) -> None:
+    """Prefill over packed rows: sequence by sequence, keys as many as queries."""
+    if kind not in (NO_MASK, WHOLE, ALIBI, COMPRESSED, CAUSAL):
+        raise NotModelledError(f"self-attention mask type {kind} is not modelled")
+    kv_heads = kv_heads or heads
+    q, k, v = _rows(query, heads), _rows(key, kv_heads), _rows(value, kv_heads)
+    start = 0
+    for sequence, length in enumerate(lengths):
+        span = slice(start, start + length)
+        bias = None
+        if kind == CAUSAL:
+            bias = torch.full((length, length), float("-inf")).triu(1)
+        elif kind == COMPRESSED and mask is not None:
+            bias = self_attention_bias(mask, along_diagonal(mask, length, length))
+        elif kind == WHOLE and mask is not None:
+            part = mask[sequence if mask.shape[0] == len(lengths) else 0] if mask.dim() == 3 else square(mask)
+            bias = self_attention_bias(mask, part[:length, :length])
+        elif kind == ALIBI and mask is not None:
+            part = mask[sequence if mask.shape[0] > 1 else 0] if mask.dim() == 4 else mask
+            bias = part[..., :length, :length].float()
+        _put(out, start, attend(q[span], k[span], v[span], scale, bias=bias)[0])
+        start += length
+
+
+_SELF = "op-plugin test_atb_flash_attention*.py (fact sheet 1.1.4)"
+
+
+@rule("atb::_npu_flash_attention", source=_SELF, status="upstream golden ran")
+def flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    seq_len: torch.Tensor,
+    scale_value: float,
+    num_heads: int,
+    num_kv_heads: int,
+    out: torch.Tensor,
+) -> None:
+    """out of packed query, key, value [T, H, D]; the mask [S, S] (or one a sequence) is added whole."""
+    lengths = seq_len.tolist()
+    _encode(query, key, value, lengths, scale_value, num_heads, num_kv_heads, out, mask, WHOLE)
+
+
+@rule("atb::_npu_flash_attention_v3", source=_SELF + " (310P)", status="upstream golden ran")
+def flash_attention_v3(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    seq_len: torch.Tensor,
+    scale_value: float,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    mask_type: int | None = COMPRESSED,
+    out: torch.Tensor,
+) -> None:
+    """As _npu_flash_attention with a compressed mask, on 310P in strips [1, 128, 2048, 16]."""
+    kind = COMPRESSED if mask_type is None else int(mask_type)
+    _encode(query, key, value, seq_len.tolist(), scale_value, num_heads, num_kv_heads, out, mask, kind)
+
+
+@rule("atb::_npu_flash_attention_unpad", source=_SELF, status="upstream golden ran")
+def flash_attention_unpad(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seq_len: torch.Tensor,
+    scale_value: float,
+    num_heads: int,
+    num_kv_heads: int,
+    out: torch.Tensor,
+) -> None:
+    """As _npu_flash_attention without any mask: every row sees its whole sequence."""
+    _encode(query, key, value, seq_len.tolist(), scale_value, num_heads, num_kv_heads, out, None, NO_MASK)
+
+
+@rule("atb::_npu_flash_attention_unpad_v2", source=_SELF, status="document only")
+def flash_attention_unpad_v2(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seq_len: torch.Tensor,
+    scale_value: float,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    kernel_type: int | None = 0,
+    out: torch.Tensor,
+) -> None:
+    """As _npu_flash_attention_unpad; the kernel type chooses how products accumulate."""
+    _encode(query, key, value, seq_len.tolist(), scale_value, num_heads, num_kv_heads, out, None, NO_MASK)
+
+
+@rule("atb::_npu_flash_attention_v2", source=_SELF, status="upstream golden ran")
+def flash_attention_v2(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seq_len: Sequence[int],
+    *,
+    mask: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
+    kernel_type: int = 0,
+    mask_type: int = ALIBI,
+    scale_value: float = 1,
+    num_heads: int = 0,
+    num_kv_heads: int = 0,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """out, by mask type: the DEFAULT is an additive bias a head (ALIBI), 0 none, 1 whole, 9 causal."""
+    lengths = [int(one) for one in seq_len]
+    _encode(query, key, value, lengths, scale_value, num_heads, num_kv_heads, out, mask, int(mask_type))
+    return out
+
+
+def _prefix(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block_table: torch.Tensor,
+    q_lengths: Sequence[int],
+    kv_lengths: Sequence[int],
+    scale: float,
+    heads: int,
+    out: torch.Tensor,
+    bias_of: object,
+) -> None:
+    """Queries at the end of each sequence over its paged keys; bias_of(first row, tokens, slots) is added."""
+    q = _rows(query, heads)
+    start = 0
+    for sequence, (tokens, slots) in enumerate(zip(q_lengths, kv_lengths, strict=False)):
+        k = gather_blocks(keys, block_table[sequence], slots)
+        v = gather_blocks(values, block_table[sequence], slots)
+        bias = bias_of(start, tokens, slots) if callable(bias_of) else None
+        _put(out, start, attend(q[start : start + tokens], k, v, scale, bias=bias)[0])
+        start += tokens
+
+
+def _causal(first: int, tokens: int, slots: int) -> torch.Tensor:
+    return torch.full((tokens, slots), float("-inf")).triu(slots - tokens + 1)
+
+
+@rule(
+    "atb::_npu_flash_attention_qlens",
+    source="op-plugin test_atb_flash_attention_qlens.py (fact sheet 1.1.4)",
+    status="upstream golden ran",
+)
+def flash_attention_qlens(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    mask: torch.Tensor,
+    seq_len: torch.Tensor,
+    context_lens: torch.Tensor,
+    num_kv_heads: int,
+    num_heads: int,
+    scale_value: float,
+    out: torch.Tensor,
+) -> None:
+    """out of packed queries (seq_len rows a sequence) over context_lens cached slots, compressed mask."""
+    keys, values = both_caches(key_cache, value_cache, num_kv_heads, _rows(query, num_heads).shape[-1])
+
+    def bias(first: int, tokens: int, slots: int) -> torch.Tensor:
+        return self_attention_bias(mask, along_diagonal(mask, tokens, slots))
+
+    _prefix(
+        query,
+        keys,
+        values,
+        block_table,
+        seq_len.tolist(),
+        context_lens.tolist(),
+        scale_value,
+        num_heads,
+        out,
+        bias,
+    )
+
+
+@rule(
+    "atb::_npu_flash_attention_prefix_v2",
+    source="op-plugin test_atb_flash_attention_prefix_v2.py (alibi forms alone)",
+    status="document only",
+)
+def flash_attention_prefix_v2(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    mask: torch.Tensor,
+    seq_len: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    slopes: torch.Tensor | None = None,
+    kernel_type: int = 1,
+    mask_type: int = COMPRESSED,
+    num_kv_heads: int = 0,
+    num_heads: int = 0,
+    scale_value: float = 1,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """As _npu_flash_attention_qlens with lengths as lists; other mask types than 3 are not modelled."""
+    if int(mask_type) != COMPRESSED:
+        raise NotModelledError(f"_npu_flash_attention_prefix_v2 with mask type {mask_type} is not modelled")
+    flash_attention_qlens(
+        query, key_cache, value_cache, block_table, mask, torch.tensor([int(one) for one in seq_len]),
+        torch.tensor([int(one) for one in context_lens]), num_kv_heads or num_heads, num_heads, scale_value, out,
+    )  # fmt: skip
+    return out
+
+
+@rule(
+    "atb::npu_self_attention_prefix_encoder",
+    source="op-plugin test_atb_selfattention_prefix_encoder.py (fact sheet 1.1.4)",
+    status="document only",
+)
+def self_attention_prefix_encoder(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block_tables: torch.Tensor,
+    seqlen: Sequence[int],
+    kv_seqlen: Sequence[int],
+    q_headnum: int,
+    qk_scale: float,
+    kv_headnum: int,
+    *,
+    mask: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
+    mask_type: str | None = None,
+    output: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Queries at the end of each sequence over paged keys; causal unless a compressed mask is named."""
+    size = _rows(query, q_headnum).shape[-1]
+    keys, values = both_caches(key, value, kv_headnum, size)
+    out = torch.empty_like(query) if output is None else output
+    kind = mask_type or "mask_type_causal_mask"
+    if kind == "mask_type_causal_mask":
+        bias: object = _causal
+    elif kind == "mask_type_norm_compress" and mask is not None:
+        given = mask
+
+        def compressed(first: int, tokens: int, slots: int) -> torch.Tensor:
+            return self_attention_bias(given, along_diagonal(given, tokens, slots))
+
+        bias = compressed
+    else:
+        raise NotModelledError(f"npu_self_attention_prefix_encoder with {kind} is not modelled")
+    lengths = [int(one) for one in seqlen], [int(one) for one in kv_seqlen]
+    _prefix(query, keys, values, block_tables, *lengths, qk_scale, q_headnum, out, bias)
+    return out
+
+
+# --- decode and mixed batches over a paged cache ------------------------------------------------------------------
+
+
+def _paged(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    kv_heads: int,
+    heads: int,
+    scale: float,
+    block_table: torch.Tensor,
+    lengths: Sequence[int],
+    out: torch.Tensor,
+    bias_of: object = None,
+) -> None:
+    kv_heads = kv_heads or heads
+    q = _rows(query, heads)
+    keys, values = both_caches(key_cache, value_cache, kv_heads, q.shape[-1])
+    for row in range(q.shape[0]):
+        k = gather_blocks(keys, block_table[row], lengths[row])
+        v = gather_blocks(values, block_table[row], lengths[row])
+        bias = bias_of(row, lengths[row]) if callable(bias_of) else None
+        _put(out, row, attend(q[row : row + 1], k, v, scale, bias=bias)[0])
 
 
 @rule(
@@ -52,10 +396,145 @@ def paged_attention(
     workspace: torch.Tensor | None = None,
 ) -> None:
     """out [T, H, Dv] of query [T, H, D], row i over the first context_lens[i] slots of its blocks."""
-    _paged(query, key_cache, value_cache, num_kv_heads, scale_value, block_table, context_lens.tolist(), out)
+    _paged(
+        query,
+        key_cache,
+        value_cache,
+        num_kv_heads,
+        num_heads,
+        scale_value,
+        block_table,
+        context_lens.tolist(),
+        out,
+    )
 
 
-@rule("atb::_npu_paged_attention_get_workspace", source="fact sheet 2.3", status="document only")
-def paged_attention_workspace(*arguments: object, **named: object) -> None:
-    """A workspace holds no values."""
+@rule(
+    "atb::_npu_paged_attention_v2",
+    source="op-plugin test_atb_paged_attention_v2.py (mask type 2)",
+    status="upstream golden ran",
+)
+def paged_attention_v2(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_lens: Sequence[int],
+    *,
+    value_cache: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    num_kv_heads: int = 0,
+    num_heads: int = 0,
+    scale_value: float = 1.0,
+    mask_type: int = PAGED_NO_MASK,
+    workspace: torch.Tensor | None = None,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """As _npu_paged_attention; mask type 2 adds mask [T, H, 1, S] (or [T, H, S]) to the scores."""
+    if value_cache is None or int(mask_type) not in (PAGED_NO_MASK, PAGED_ALIBI):
+        raise NotModelledError(
+            f"_npu_paged_attention_v2 with mask type {mask_type}, or without values, is not modelled"
+        )
+
+    def alibi(row: int, slots: int) -> torch.Tensor | None:
+        if mask is None or int(mask_type) == PAGED_NO_MASK:
+            return None
+        part = mask[row] if mask.dim() == 4 else mask[row].unsqueeze(1)
+        return part[..., :slots].float()
+
+    lengths = [int(one) for one in context_lens]
+    _paged(
+        query, key_cache, value_cache, num_kv_heads, num_heads, scale_value, block_table, lengths, out, alibi
+    )
+    return out
+
+
+def _splitfuse(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    seq_len: torch.Tensor,
+    kv_heads: int,
+    heads: int,
+    scale: float,
+    out: torch.Tensor,
+    bias_of: object,
+) -> None:
+    keys, values = both_caches(key_cache, value_cache, kv_heads, _rows(query, heads).shape[-1])
+    lengths = seq_len.tolist(), context_lens.tolist()
+    _prefix(query, keys, values, block_table, *lengths, scale, heads, out, bias_of)
+
+
+@rule(
+    "atb::_npu_paged_attention_splitfuse",
+    source="op-plugin test_atb_paged_attention_splitfuse.py (fact sheet 1.2.2)",
+    status="upstream golden ran",
+)
+def paged_attention_splitfuse(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    mask: torch.Tensor,
+    seq_len: torch.Tensor,
+    num_kv_heads: int,
+    num_heads: int,
+    scale_value: float,
+    out: torch.Tensor,
+) -> None:
+    """out of packed queries (seq_len rows a sequence) over context_lens cached slots.
+
+    mask [T, S]: one row for each packed query row, added as it is in both dtypes (-10000 where masked).
+    """
+
+    def rows_of_mask(first: int, tokens: int, slots: int) -> torch.Tensor:
+        return square(mask)[first : first + tokens, :slots].float()
+
+    _splitfuse(
+        query, key_cache, value_cache, block_table, context_lens, seq_len, num_kv_heads, num_heads, scale_value, out,
+        rows_of_mask,
+    )  # fmt: skip
+
+
+@rule(
+    "atb::_npu_paged_attention_splitfuse_v2",
+    source="op-plugin test_atb_paged_attention_splitfuse_v2.py (310P)",
+    status="upstream golden ran",
+)
+def paged_attention_splitfuse_v2(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    mask: torch.Tensor,
+    seq_len: torch.Tensor,
+    num_kv_heads: int,
+    num_heads: int,
+    scale_value: float,
+    *,
+    mask_type: int | None = PAGED_COMPRESSED,
+    out: torch.Tensor,
+) -> None:
+    """As _npu_paged_attention_splitfuse with a compressed float16 mask [2048, 2048] (or its strips)."""
+
+    def diagonal(first: int, tokens: int, slots: int) -> torch.Tensor:
+        return along_diagonal(mask, tokens, slots)
+
+    _splitfuse(
+        query, key_cache, value_cache, block_table, context_lens, seq_len, num_kv_heads, num_heads, scale_value, out,
+        diagonal,
+    )  # fmt: skip
+
+
+@rule(
+    "atb::_npu_paged_attention_get_workspace",
+    "atb::_npu_paged_attention_v2_get_workspace",
+    source="fact sheet 2.3",
+    status="document only",
+)
+def workspace_of_paged_attention(*arguments: object, **named: object) -> None:
+    """A workspace holds no values; its size is torch_npu's own affair."""
     return None

@@ -58,7 +58,7 @@ def attend(
 def gather_blocks(cache: torch.Tensor, blocks: torch.Tensor, tokens: int) -> torch.Tensor:
     """First `tokens` slots [tokens, ...] of a sequence whose cache [blocks, block, ...] is reached by block ids."""
     block_size = cache.shape[1]
-    used = -(-tokens // block_size)
+    used = blocks_named(tokens, block_size)
     picked = cache.index_select(0, blocks[:used].long())
     return picked.reshape(used * block_size, *cache.shape[2:])[:tokens]
 
@@ -76,6 +76,11 @@ def token_major(cache: torch.Tensor, kv_heads: int) -> torch.Tensor:
     if cache.dim() == 5:
         return cache.permute(0, 3, 1, 2, 4).flatten(3)
     raise ValueError(f"paged cache of {cache.dim()} dimensions; expected 3, 4 or 5")
+
+
+def blocks_named(tokens: int, block_size: int) -> int:
+    """Entries of a block table row that a sequence of `tokens` tokens uses."""
+    return -(-tokens // block_size)
 
 
 def is_block_out_of_range(block_table: torch.Tensor, row: int, used: int, blocks: int) -> int | None:

@@ -93,6 +93,7 @@ class Inference:
     out_layout: str
     q_lengths: list[int] | None
     kv_lengths: list[int] | None
+    one_row_is_decode: bool = True  # false in the prefill operator, which has no incremental kernel
 
     @property
     def block_table(self) -> torch.Tensor | None:
@@ -123,7 +124,7 @@ class Inference:
     @property
     def is_decode(self) -> bool:
         """Whether the incremental kernel runs: one query row per sequence, not in a packed layout."""
-        return not self.is_packed and self.q_rows == 1
+        return self.one_row_is_decode and not self.is_packed and self.q_rows == 1
 
     @property
     def head_size(self) -> int:
@@ -312,9 +313,9 @@ def _left_padding(call: Inference, name: str, whole: int, length: int) -> int | 
 # --- the rule ---------------------------------------------------------------------------------------------------
 
 
-def infer(arguments: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def infer(call: Inference) -> tuple[torch.Tensor, torch.Tensor]:
     """Result in the call's output layout, and log-sum-exp (empty unless asked for)."""
-    call = read(arguments)
+    arguments = call.arguments
     for name in _NOT_MODELLED:
         if arguments.get(name) is not None:
             raise NotModelledError(f"argument {name} is not modelled")
@@ -394,7 +395,7 @@ _SOURCE = (
 def _run(arguments: dict[str, Any]) -> Any:
     out = arguments.pop("out", None)
     workspace_free = {name: value for name, value in arguments.items() if name != "workspace"}
-    results = infer(workspace_free)
+    results = infer(read(workspace_free))
     if out is None:
         return results
     for target, result in zip(out, results, strict=True):

@@ -7,6 +7,8 @@ product does not say that the kernel is missing.
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from atbx.testing.software_npu.rules.registry import (
@@ -40,6 +42,26 @@ def family(chip: str) -> str:
 def lacks_bfloat16(chip: str) -> bool:
     """Whether the chip has no bfloat16 at all (310P, 910A)."""
     return family(chip) in (INFERENCE_310P, TRAINING_910A)
+
+
+def _cann_order(version: str) -> tuple[int, ...]:
+    """A key that orders CANN versions: 8.3.RC1.alpha002 < 8.3.RC1 < 8.3.RC2 < 8.3.0; "T" releases as the final."""
+    found = re.fullmatch(
+        r"(\d+)\.(\d+)\.(?:RC(\d+)|T?(\d+))(?:\.?(?:post|p)?(\d+))?(?:\.alpha(\d+))?", version
+    )
+    if found is None:
+        raise ValueError(f"CANN version {version!r}; expected such as 9.1.0, 8.3.RC1 or 8.5.0.alpha003")
+    major, minor, candidate, patch, post, alpha = found.groups()
+    final = candidate is None
+    return (
+        int(major), int(minor), int(final), int(patch if final else candidate), int(alpha is None), int(alpha or 0),
+        int(post or 0),
+    )  # fmt: skip
+
+
+def cann_at_least(version: str, needed: str) -> bool:
+    """Whether a CANN version is `needed` or later."""
+    return _cann_order(version) >= _cann_order(needed)
 
 
 @limit(ANY, code=PARAMETER, source="fact sheet 4.1; platform configuration of CANN 8.1.RC1")

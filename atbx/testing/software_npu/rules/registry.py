@@ -8,7 +8,6 @@ second opinion on whoever calls it. Nothing here imports torch_npu or a kernel o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -237,8 +236,3 @@ def contiguity_refusal(
                 call, f"Tensor {name} should be contiguous, but its strides are {list(tensor.stride())}."
             )
     return None
-
-
-def blocks_for(tokens: int, block_size: int) -> int:
-    """Cache blocks that hold `tokens` tokens."""
-    return math.ceil(tokens / block_size)
