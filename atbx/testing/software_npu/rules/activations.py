@@ -37,7 +37,9 @@ def swiglu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
 
 
 @rule("npu::npu_geglu", source="fact sheet 1.6; op-plugin GeGluKernelNpuOpApi.cpp", status="document only")
-def geglu(input: torch.Tensor, dim: int = -1, approximate: int = 1, activate_left: bool = False):
+def geglu(
+    input: torch.Tensor, dim: int = -1, approximate: int = 1, activate_left: bool = False
+) -> tuple[torch.Tensor, ...]:
     """(product, gelu): the second half is activated unless activate_left; approximate 1 is tanh, 0 is erf."""
     left, right = input.float().chunk(2, dim=dim)
     active, other = (left, right) if activate_left else (right, left)
@@ -96,7 +98,11 @@ _PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": torch.relu,
     "silu": fun.silu,
 }
-_GATED = {"geglu": fun.gelu, "swiglu": fun.silu, "reglu": torch.relu}
+_GATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "geglu": fun.gelu,
+    "swiglu": fun.silu,
+    "reglu": torch.relu,
+}
 
 
 @rule("npu::npu_ffn", source="op-plugin page and test_npu_ffn.py", status="upstream golden ran")

@@ -6,6 +6,8 @@ status enumeration. Block ids are not checked: a wrong one is a fault of the dev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from atbx.testing.software_npu.rules.atb_attention import COMPRESSED, PAGED_COMPRESSED, is_stripped_cache
@@ -60,12 +62,8 @@ def _table(call: Call) -> torch.Tensor:
     return call["block_tables"] if call.name == _PREFIX_ENCODER else call["block_table"]
 
 
-def _listed(value: object) -> list[int]:
-    return (
-        [int(one) for one in value.tolist()]
-        if isinstance(value, torch.Tensor)
-        else [int(one) for one in value]
-    )  # type: ignore[attr-defined]
+def _listed(value: torch.Tensor | Sequence[int]) -> list[int]:
+    return [int(one) for one in (value.tolist() if isinstance(value, torch.Tensor) else value)]
 
 
 def _kv_lengths(call: Call) -> list[int]:

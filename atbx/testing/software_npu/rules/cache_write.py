@@ -228,7 +228,7 @@ def paged_cache_load(
     cumsum: bool = False,
     key: torch.Tensor | None = None,
     value: torch.Tensor | None = None,
-):
+) -> tuple[torch.Tensor, ...]:
     """(key, value) [sum of lengths, K, D] of the sequences one after another; the `.out` form fills key, value."""
     lengths = sequence_lengths(context_lens, cumsum)
     results = []

@@ -50,7 +50,7 @@ def qkv_rms_norm_rope_cache(
     epsilon: float = 1e-6,
     cache_mode: str = "PA_NZ",
     is_output_qkv: bool = False,
-):
+) -> tuple[torch.Tensor | None, ...]:
     """q_out [T, Nq*D] and the caches [blocks, N*D/w, block, w] written in place, from qkv [T, (Nq+Nk+Nv)*D].
 
     qkv_size: [B, S, Nq+Nk+Nv, D] with T = B*S; head_nums: [Nq, Nk, Nv]; cos, sin: [T, D]; index: [T] slots.

@@ -22,10 +22,12 @@ from atbx.testing.software_npu.rules.registry import (
     rule,
 )
 
+Results = tuple[torch.Tensor, ...]
+
 _TESTS = "op-plugin test_npu_rms_norm.py, test_npu_add_rms_norm.py (fact sheet 1.4)"
 
 
-def _rms(x: torch.Tensor, gamma: torch.Tensor, epsilon: float, plus_one: bool = False):
+def _rms(x: torch.Tensor, gamma: torch.Tensor, epsilon: float, plus_one: bool = False) -> Results:
     """Norm of x over the axes of gamma, times gamma, in float32; and 1/rms with those axes kept as 1."""
     wide = x.float()
     axes = tuple(range(-gamma.dim(), 0))
@@ -35,7 +37,7 @@ def _rms(x: torch.Tensor, gamma: torch.Tensor, epsilon: float, plus_one: bool = 
 
 
 @rule("npu::npu_rms_norm", source=_TESTS, status="upstream golden ran")
-def rms_norm(input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6):
+def rms_norm(input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6) -> Results:
     """(y, 1/rms): y in the dtype of the input, whatever that of gamma; 1/rms in float32."""
     normed, rstd = _rms(input, gamma, epsilon)
     return normed.to(input.dtype), rstd
@@ -44,14 +46,14 @@ def rms_norm(input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6):
 @rule(
     "npu::npu_gemma_rms_norm", source="op-plugin test_npu_gemma_rms_norm.py", status="golden skipped upstream"
 )
-def gemma_rms_norm(input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6):
+def gemma_rms_norm(input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6) -> Results:
     """(y, 1/rms) with the weight taken as 1 + gamma."""
     normed, rstd = _rms(input, gamma, epsilon, plus_one=True)
     return normed.to(input.dtype), rstd
 
 
 @rule("npu::npu_add_rms_norm", source=_TESTS, status="upstream golden ran")
-def add_rms_norm(x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6):
+def add_rms_norm(x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6) -> Results:
     """(y, 1/rms, x1 + x2): the sum in the data type is what is normed and returned."""
     total = x1 + x2
     normed, rstd = _rms(total, gamma, epsilon)
@@ -61,7 +63,9 @@ def add_rms_norm(x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilo
 @rule(
     "npu::npu_add_rms_norm_v2", source="op-plugin test_npu_add_rms_norm_v2.py", status="upstream golden ran"
 )
-def add_rms_norm_v2(x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6):
+def add_rms_norm_v2(
+    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
+) -> torch.Tensor:
     """1/rms; x1 becomes the norm and x2 becomes the sum, in place."""
     normed, rstd, total = add_rms_norm(x1, x2, gamma, epsilon)
     x1.copy_(normed)
@@ -74,7 +78,9 @@ def add_rms_norm_v2(x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, eps
     source="op-plugin test_npu_add_rms_norm_cast.py",
     status="upstream golden ran",
 )
-def add_rms_norm_cast(x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6):
+def add_rms_norm_cast(
+    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
+) -> Results:
     """(y in float32, y in the data type, 1/rms, x1 + x2)."""
     total = x1 + x2
     normed, rstd = _rms(total, gamma, epsilon)
@@ -124,7 +130,7 @@ def add_rms_norm_quant(
     epsilon: float = 1e-6,
     div_mode: bool = True,
     dst_type: int | None = None,
-):
+) -> Results:
     """(y1, y2, x1 + x2): int8 round(norm / scales + zero_points), or times the scales when div_mode is off."""
     total = x1 + x2
     normed, _ = _rms(total, gamma, epsilon)
@@ -156,7 +162,7 @@ def add_rms_norm_dynamic_quant(
     epsilon: float = 1e-6,
     output_mask: list[bool] | None = None,
     y_dtype: int | None = None,
-):
+) -> Results:
     """(y1, y2, x1 + x2, scale1, scale2): the norm quantised by the largest magnitude of each row over 127."""
     if smooth_scale2 is not None or y_dtype not in (None, 1):
         raise NotModelledError(
@@ -210,7 +216,7 @@ def layer_norm_eval(
     return normed.to(input.dtype)
 
 
-def _layer(wide: torch.Tensor, axes: tuple[int, ...], eps: float):
+def _layer(wide: torch.Tensor, axes: tuple[int, ...], eps: float) -> Results:
     """(normed, mean, 1/deviation) of a float32 tensor over its last axes."""
     mean = wide.mean(dim=axes, keepdim=True)
     rstd = torch.rsqrt((wide - mean).square().mean(dim=axes, keepdim=True) + eps)
@@ -225,7 +231,7 @@ def add_layer_norm(
     beta: torch.Tensor,
     epsilon: float = 1e-5,
     additional_output: bool = False,
-):
+) -> Results:
     """(y, mean, 1/deviation, x1 + x2): unlike the rms form, the norm is of the sum before it is rounded."""
     wide = x1.float() + x2.float()
     normed, mean, rstd = _layer(wide, tuple(range(-gamma.dim(), 0)), epsilon)

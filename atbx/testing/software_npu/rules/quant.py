@@ -57,7 +57,7 @@ def dynamic_quant(
     dst_type: int | None = None,
     quant_mode: str = "pertoken",
     dst_type_max: float = 0.0,
-):
+) -> tuple[torch.Tensor, ...]:
     """(y, scale): scale = largest magnitude of the row (times smooth_scales) over 127, y = round(x / scale)."""
     if group_index is not None or quant_mode != "pertoken" or dtype_of(dst_type, torch.int8) != torch.int8:
         raise NotModelledError("npu_dynamic_quant by group, by channel or to another dtype is not modelled")

@@ -84,7 +84,7 @@ def apply_rotary_pos_emb(
     sin: torch.Tensor,
     layout: str = "BSND",
     rotary_mode: str = "half",
-):
+) -> tuple[torch.Tensor, ...]:
     """Both tensors turned in place; cos and sin [B, S, 1, D] (TND: [T, 1, D])."""
     query.copy_(_turned(query, cos, sin, rotary_mode))
     key.copy_(_turned(key, cos, sin, rotary_mode))
@@ -121,7 +121,7 @@ def mrope(
     mrope_section: list[int] | None = None,
     rotary_mode: str | None = "half",
     cache_mode: str | None = "default",
-):
+) -> tuple[torch.Tensor, ...]:
     """Fresh query [T, H*D] and key [T, K*D], their first R = cos_sin_cache.shape[-1] elements a head turned.
 
     positions: [T], or [m, T] with one row a section. cos_sin_cache: [P, R], cos in the first half and sin in
