@@ -97,9 +97,9 @@ def test_a_file_that_is_no_model_is_told_by_what_it_is(capsys: Any, tmp_path: Pa
 
 @pytest.mark.parametrize("command", ["generate", "explain", "bench"])
 def test_a_device_without_backend_is_refused(capsys: Any, model: Path, command: str) -> None:
-    said = error_of(capsys, command, model, "--device", "npu")
+    said = error_of(capsys, command, model, "--device", "tpu")
     assert said.startswith("device: no backend for this device")
-    assert said.endswith("found npu")
+    assert said.endswith("found tpu")
 
 
 def test_what_is_not_expected_ends_with_1_and_a_hint(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
