@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from small_chat_model import chat_model, error_of, generator_of, json_of, text_o
 
 import atbx
 from atbx import profiling
+from atbx.commands import profile as profile_command
 from atbx.core import executable
 from atbx.core.executable import Call, current_observer, observed, run_calls
 from atbx.ops import elementwise
@@ -312,6 +314,21 @@ def test_the_command_prints_phases_hot_spots_and_writes_a_trace(
     assert sum(s["share"] for s in summary["hot_spots"] if s["phase"] == "decode") == pytest.approx(
         1, abs=0.5
     )
+
+
+def test_a_device_without_time_is_named_and_divides_by_nothing(
+    capsys: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    software = SimpleNamespace(_process={"entered": True})
+    monkeypatch.setitem(sys.modules, "atbx.testing.software_npu", software)
+    assert profile_command._device_name("npu:1") == "software"
+    assert profile_command._device_name("cpu") == "cpu"
+    software._process = {}
+    assert profile_command._device_name("npu:1") == "npu:1, eager"
+    monkeypatch.setattr(profiling._HostClock, "now", lambda self: 7)
+    said = text_of(capsys, "profile", model, "--prompt", 5, "--new", 2, "--repeats", 1, "--top", 2)
+    assert "Decode: 0.000 ms a token in compiled steps" in said
+    assert "  0.0%" in said
 
 
 def test_the_command_compares_with_an_earlier_trace(capsys: Any, model: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
@@ -67,7 +68,12 @@ def _backend(device: str) -> str | Backend:
 
 
 def _device_name(device: str) -> str:
-    return f"{device}, eager" if device.startswith("npu") else device
+    """What the times are of: a CPU, an NPU run eagerly, or the software device, which has no time."""
+    if not device.startswith("npu"):
+        return device
+    software = sys.modules.get("atbx.testing.software_npu")
+    is_software = software is not None and software._process.get("entered", False)
+    return "software" if is_software else f"{device}, eager"
 
 
 def _measure(opened: Opened, args: argparse.Namespace) -> tuple[Profile, dict[str, float]]:
@@ -148,7 +154,7 @@ def _print(found: Profile, summary: dict[str, Any], top: int) -> None:
             _print_spot(spot, f"{spot.name:<18} {spot.kernel:<30}")
         _print_rest(spots[top:], inside)
         between = inside - sum(spot.seconds for spot in spots)
-        print(f"  {'between calls':<56} {between * 1e3:9.2f} {between / inside:6.1%}")
+        print(f"  {'between calls':<56} {between * 1e3:9.2f} {_share(between, inside):6.1%}")
         scopes = [spot for spot in by_scope if spot.phase == phase]
         print("  by scope")
         for spot in scopes[:top]:
@@ -171,7 +177,7 @@ def _print_rest(spots: Sequence[HotSpot], whole: float) -> None:
         seconds = sum(spot.seconds for spot in spots)
         name = f"{len(spots)} more"
         calls = sum(spot.calls for spot in spots)
-        print(f"  {name:<49} {calls:6d} {seconds * 1e3:9.2f} {seconds / whole:6.1%}")
+        print(f"  {name:<49} {calls:6d} {seconds * 1e3:9.2f} {_share(seconds, whole):6.1%}")
 
 
 def _print_changes(
@@ -206,6 +212,10 @@ def _print_change(name: str, before: float | None, after: float | None, kernels:
     shown = ["-" if value is None else f"{value:.4f}" for value in (before, after)]
     change = f"{after / before - 1:+.1%}" if before and after is not None else ""
     print(f"    {name:<25} {shown[0]:>12} {shown[1]:>12} {change:>8}   {kernels}".rstrip())
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
 
 
 def _ms(seconds: float) -> str:
