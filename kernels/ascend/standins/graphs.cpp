@@ -1,0 +1,413 @@
+// Captured graphs: lanes of tasks (one per captured stream), task groups and their update.
+//
+// While a stream is captured its tasks go to a lane of the graph and do not run. A replay is one task of the stream
+// it is started on; it runs the root lane, and another lane only as far as a join asks for, so a fork that was not
+// joined is not seen. Every lane and every task group takes a stream of the device from a budget.
+
+#include <atomic>
+
+#include "device.hpp"
+
+namespace standin {
+namespace {
+
+std::unordered_map<void*, std::shared_ptr<Graph>> graphs;      // by handle
+std::unordered_map<void*, std::shared_ptr<Group>> task_groups;
+std::unordered_map<int, int> taken;                            // streams of the budget, by device
+std::vector<Graph*> captures;                                  // under way
+thread_local int exchange_mode = 0;                            // capture mode of this thread
+thread_local Graph* begun_here = nullptr;
+
+bool take_stream(Graph& graph) {
+    if (taken[graph.device] >= configuration().streams) return false;
+    ++taken[graph.device];
+    ++graph.streams_taken;
+    return true;
+}
+
+int no_stream(Graph& graph) {
+    graph.invalid = true;
+    return fail(kNoStream,
+                "EL0009: Insufficient stream resources. alloc sq cq fail: all " +
+                    std::to_string(configuration().streams) +
+                    " streams that captured graphs may take are taken.");
+}
+
+struct Replay {
+    Graph& graph;
+    Stream* stream;
+    std::vector<size_t> position;
+
+    int advance(size_t lane, size_t upto) {
+        while (position[lane] < upto) {
+            Task task = graph.lanes[lane][position[lane]++];
+            const int code = task.kind == Kind::kJoin ? advance(task.value, task.size)
+                                                      : run_task(task, stream, true);
+            if (code != kSuccess) return code;
+        }
+        return kSuccess;
+    }
+};
+
+bool same_launches(const std::vector<Task>& old, const std::vector<Task>& updated) {
+    std::vector<std::string> before, after;
+    for (const Task& task : old) if (task.kind == Kind::kLaunch) before.emplace_back(task.name);
+    for (const Task& task : updated) if (task.kind == Kind::kLaunch) after.emplace_back(task.name);
+    return before == after;
+}
+
+}  // namespace
+
+int run_graph(Graph& graph, Stream* stream) {
+    Replay replay{graph, stream, std::vector<size_t>(graph.lanes.size(), 0)};
+    for (size_t lane = 0; lane < graph.lanes.size(); ++lane) {
+        if (const int code = replay.advance(lane, graph.lanes[lane].size())) return code;
+    }
+    return kSuccess;
+}
+
+void release_steps(const std::vector<Task>& tasks) {
+    for (const Task& task : tasks) {
+        if (task.kind == Kind::kStep) call_release(task.step);
+        if (task.kind == Kind::kGroup) release_steps(task.group->tasks);
+    }
+}
+
+int forbid_while_capturing(const char* what, bool of_thread) {
+    auto guard = lock_queues();
+    for (Graph* graph : captures) {
+        const int mode = exchange_mode > graph->mode ? exchange_mode : graph->mode;
+        if (mode == 2 || (mode == 1 && begun_here != graph && of_thread)) continue;
+        graph->invalid = true;
+        return fail(kCaptureNotSupported, std::string("EE9999: ") + what +
+                                              " is not permitted while a stream is captured (capture mode " +
+                                              (mode == 0 ? "global" : "thread_local") + ").");
+    }
+    return kSuccess;
+}
+
+extern "C" {
+
+int aclmdlRICaptureBegin(void* handle, int mode) {
+    auto* stream = static_cast<Stream*>(handle);
+    if (!is_stream(handle)) return fail(kStreamContext, "capture begin: not a stream of this device");
+    if (stream->capture) return fail(kStreamCaptured, "capture begin: the stream is captured already");
+    static std::atomic<int64_t> ids{0};
+    auto graph = std::make_shared<Graph>();
+    graph->id = ++ids;
+    graph->device = stream->device;
+    graph->mode = mode;
+    graph->root = stream;
+    auto guard = lock_queues();
+    if (!take_stream(*graph)) return no_stream(*graph);
+    graph->lanes.emplace_back();
+    graph->lane_of[stream] = 0;
+    stream->capture = graph;
+    captures.push_back(graph.get());
+    begun_here = graph.get();
+    graphs[graph.get()] = graph;
+    return kSuccess;
+}
+
+int aclmdlRICaptureGetInfo(void* handle, int* status, void** model) {
+    if (!is_stream(handle)) return fail(kStreamContext, "capture info: not a stream of this device");
+    auto guard = lock_queues();
+    auto* stream = static_cast<Stream*>(handle);
+    if (status) *status = !stream->capture ? 0 : stream->capture->invalid ? 2 : 1;
+    if (model) *model = stream->capture ? stream->capture.get() : nullptr;
+    return kSuccess;
+}
+
+int aclmdlRICaptureEnd(void* handle, void** model) {
+    auto* stream = static_cast<Stream*>(handle);
+    if (!is_stream(handle) || !stream->capture) return fail(kStreamNotCaptured, "capture end: nothing is captured");
+    auto guard = lock_queues();
+    std::shared_ptr<Graph> graph = stream->capture;
+    if (graph->root != stream) return fail(kCaptureUnmatched, "capture end: the capture began in another stream");
+    int code = kSuccess;
+    for (const auto& [other, lane] : graph->lane_of) {
+        if (lane != 0 && graph->joined[lane] < graph->lanes[lane].size()) {
+            code = fail(kStreamUnjoined, "capture end: stream " + std::to_string(other->id) +
+                                             " took part in the capture and was not joined to it again");
+        }
+        other->capture.reset();
+        other->group.reset();
+    }
+    for (size_t place = 0; place < captures.size(); ++place) {
+        if (captures[place] == graph.get()) captures.erase(captures.begin() + place--);
+    }
+    if (begun_here == graph.get()) begun_here = nullptr;
+    graph->ended = true;
+    if (model) *model = graph.get();
+    if (graph->invalid && code == kSuccess) {
+        code = fail(kCaptureInvalidated, "capture end: an operation that a capture forbids invalidated it");
+    }
+    if (code != kSuccess) {
+        taken[graph->device] -= graph->streams_taken;
+        graph->streams_taken = 0;
+        if (model) *model = nullptr;
+        graphs.erase(graph.get());
+    }
+    return code;
+}
+
+int aclmdlRICaptureThreadExchangeMode(int* mode) {
+    std::swap(*mode, exchange_mode);
+    return kSuccess;
+}
+
+int aclmdlRIExecuteAsync(void* model, void* handle) {
+    auto* stream = static_cast<Stream*>(handle);
+    Task task;
+    task.kind = Kind::kReplay;
+    {
+        auto guard = lock_queues();
+        auto found = graphs.find(model);
+        if (found == graphs.end()) return fail(kParamInvalid, "model execute: not a captured graph");
+        task.graph = found->second;
+    }
+    count("replays");
+    push(stream, std::move(task));
+    return kSuccess;
+}
+
+int aclmdlRIDestroy(void* model) {
+    std::shared_ptr<Graph> graph;
+    {
+        auto guard = lock_queues();
+        auto found = graphs.find(model);
+        if (found == graphs.end()) return kSuccess;
+        graph = found->second;
+        graphs.erase(found);
+        taken[graph->device] -= graph->streams_taken;
+        for (auto group = task_groups.begin(); group != task_groups.end();) {
+            group = group->second->graph == graph.get() ? task_groups.erase(group) : std::next(group);
+        }
+    }
+    run_device(graph->device);           // a replay may be queued
+    for (const auto& lane : graph->lanes) release_steps(lane);
+    return kSuccess;
+}
+
+int aclmdlRIGetId(void* model, uint32_t* id) {
+    *id = static_cast<uint32_t>(static_cast<Graph*>(model)->id);
+    return kSuccess;
+}
+
+int aclmdlRICaptureTaskGrpBegin(void* handle) {
+    auto* stream = static_cast<Stream*>(handle);
+    auto guard = lock_queues();
+    if (!stream->capture) return fail(kStreamNotCaptured, "task group begin: the stream is not captured");
+    if (stream->group) return fail(kTaskGroupStatus, "task group begin: a task group is open");
+    if (!take_stream(*stream->capture)) return no_stream(*stream->capture);
+    stream->group = std::make_shared<Group>();
+    stream->group->graph = stream->capture.get();
+    return kSuccess;
+}
+
+int aclmdlRICaptureTaskGrpEnd(void* handle, void** group) {
+    auto* stream = static_cast<Stream*>(handle);
+    Task task;
+    {
+        auto guard = lock_queues();
+        if (!stream->group) return fail(kTaskGroupStatus, "task group end: no task group is open");
+        task.kind = Kind::kGroup;
+        task.group = std::move(stream->group);
+        stream->group.reset();
+        task_groups[task.group.get()] = task.group;
+        *group = task.group.get();
+    }
+    push(stream, std::move(task));
+    return kSuccess;
+}
+
+int aclmdlRICaptureTaskUpdateBegin(void* handle, void* group) {
+    auto* stream = static_cast<Stream*>(handle);
+    auto guard = lock_queues();
+    auto found = task_groups.find(group);
+    if (found == task_groups.end()) return fail(kTaskGroupStatus, "task update begin: not a task group");
+    if (stream->update || stream->capture) return fail(kTaskGroupStatus, "task update begin: the stream is busy");
+    stream->update = found->second;
+    stream->update_tasks = std::make_shared<std::vector<Task>>();
+    count("update_began_us", static_cast<int64_t>(now() * 1e6));
+    return kSuccess;
+}
+
+int aclmdlRICaptureTaskUpdateEnd(void* handle) {
+    auto* stream = static_cast<Stream*>(handle);
+    Task task;
+    {
+        auto guard = lock_queues();
+        if (!stream->update) return fail(kTaskGroupStatus, "task update end: no update is open");
+        task.kind = Kind::kUpdate;
+        task.group = std::move(stream->update);
+        task.replacement = std::move(stream->update_tasks);
+        stream->update.reset();
+        stream->update_tasks.reset();
+    }
+    count("graph_updates");
+    count("update_ended_us", static_cast<int64_t>(now() * 1e6));
+    if (!same_launches(task.group->tasks, *task.replacement)) {
+        return fail(kModelUpdateFailed, "task update end: the update launches other kernels than the capture did");
+    }
+    push(stream, std::move(task));
+    return kSuccess;
+}
+
+// --- events, which captures give two meanings --------------------------------------------------------------------
+
+static void* new_event(bool external) {
+    auto* event = new std::shared_ptr<Event>(std::make_shared<Event>());
+    (*event)->external = external;
+    return event;
+}
+
+int aclrtCreateEventExWithFlag(void** event, uint32_t flag) {
+    *event = new_event((flag & 0x20u) != 0);
+    return kSuccess;
+}
+
+int aclrtCreateEventWithFlag(void** event, uint32_t) {
+    *event = new_event(true);
+    return kSuccess;
+}
+
+int aclrtDestroyEvent(void* event) {
+    delete static_cast<std::shared_ptr<Event>*>(event);
+    return kSuccess;
+}
+
+int aclrtRecordEvent(void* handle, void* stream_handle) {
+    auto event = *static_cast<std::shared_ptr<Event>*>(handle);
+    auto* stream = static_cast<Stream*>(stream_handle);
+    Task task;
+    task.event = event;
+    count("events_recorded");
+    if (event->external) {
+        task.kind = Kind::kFlagRecord;
+        push(stream, std::move(task));
+        return kSuccess;
+    }
+    {
+        auto guard = lock_queues();
+        static uint64_t tickets = 0;
+        event->recorded = ++tickets;
+        event->stream = stream;
+        event->capture = stream->capture.get();
+        if (stream->capture) {
+            event->lane = stream->capture->lane_of[stream];
+            event->position = stream->capture->lanes[event->lane].size();
+            return kSuccess;
+        }
+        task.kind = Kind::kRecord;
+        task.ticket = event->recorded;
+    }
+    push(stream, std::move(task));
+    return kSuccess;
+}
+
+int aclrtResetEvent(void* handle, void* stream) {
+    auto event = *static_cast<std::shared_ptr<Event>*>(handle);
+    if (!event->external) return kSuccess;
+    Task task;
+    task.kind = Kind::kFlagReset;
+    task.event = event;
+    push(static_cast<Stream*>(stream), std::move(task));
+    return kSuccess;
+}
+
+int aclrtStreamWaitEvent(void* stream_handle, void* handle) {
+    auto event = *static_cast<std::shared_ptr<Event>*>(handle);
+    auto* stream = static_cast<Stream*>(stream_handle);
+    Task task;
+    task.event = event;
+    count("event_waits");
+    {
+        auto guard = lock_queues();
+        if (event->external) {
+            task.kind = Kind::kFlagWait;
+        } else if (event->recorded == 0) {
+            return kSuccess;
+        } else if (event->capture) {
+            auto owner = graphs.find(event->capture);
+            if (owner == graphs.end() || owner->second->ended) {
+                return fail(kEventCaptured, "stream wait event: the event was recorded inside a capture");
+            }
+            Graph& graph = *owner->second;
+            if (!stream->capture) {          // the stream joins the capture
+                if (!stream->queue.empty()) { /* what stands in its queue runs before, outside the graph */ }
+                if (!take_stream(graph)) return no_stream(graph);
+                stream->capture = owner->second;
+                graph.lane_of[stream] = static_cast<int>(graph.lanes.size());
+                graph.lanes.emplace_back();
+            } else if (stream->capture.get() != &graph) {
+                graph.invalid = true;
+                return fail(kCaptureDependency, "stream wait event: the event belongs to another capture");
+            }
+            if (graph.lane_of[stream] == event->lane) return kSuccess;
+            graph.joined[event->lane] = std::max(graph.joined[event->lane], event->position);
+            task.kind = Kind::kJoin;
+            task.value = static_cast<uint64_t>(event->lane);
+            task.size = event->position;
+        } else if (stream->capture) {
+            if (event->done >= event->recorded) return kSuccess;
+            stream->capture->invalid = true;
+            return fail(kCaptureDependency, "stream wait event: a captured stream waits for work outside the capture");
+        } else {
+            task.kind = Kind::kWait;
+            task.ticket = event->recorded;
+        }
+    }
+    push(stream, std::move(task));
+    return kSuccess;
+}
+
+int aclrtSynchronizeEvent(void* handle) {
+    auto event = *static_cast<std::shared_ptr<Event>*>(handle);
+    count("event_syncs");
+    if (event->capture) return fail(kEventCaptured, "event synchronize: the event was recorded inside a capture");
+    return run_event(*event, event->recorded);
+}
+
+int aclrtQueryEventStatus(void* handle, int* status) {
+    auto event = *static_cast<std::shared_ptr<Event>*>(handle);
+    if (event->capture) return fail(kEventCaptured, "event query: the event was recorded inside a capture");
+    const int code = run_event(*event, event->recorded);     // time passes only when someone looks
+    *status = 1;
+    return code;
+}
+
+int aclrtQueryEventWaitStatus(void* handle, int* status) {
+    (void)handle;
+    *status = 0;
+    return kSuccess;
+}
+
+int aclrtEventElapsedTime(float* ms, void* start, void* end) {
+    const Event& first = **static_cast<std::shared_ptr<Event>*>(start);
+    const Event& last = **static_cast<std::shared_ptr<Event>*>(end);
+    *ms = static_cast<float>((last.time - first.time) * 1e3);
+    return kSuccess;
+}
+
+int aclrtValueWrite(void* address, uint64_t value, uint32_t, void* stream) {
+    Task task;
+    task.kind = Kind::kValueWrite;
+    task.target = address;
+    task.value = value;
+    push(static_cast<Stream*>(stream), std::move(task));
+    return kSuccess;
+}
+
+int aclrtValueWait(void* address, uint64_t value, uint32_t flag, void* stream) {
+    Task task;
+    task.kind = Kind::kValueWait;
+    task.target = address;
+    task.value = value;
+    task.compare = flag;
+    push(static_cast<Stream*>(stream), std::move(task));
+    return kSuccess;
+}
+
+}  // extern "C"
+}  // namespace standin
