@@ -8,17 +8,18 @@ so an executable keeps one graph for each set of arenas that it has met; everyth
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from atbx.core.binding import Preparer
-from atbx.core.executable import Call, Lowered, with_drops
+from atbx.core.executable import Call, Lowered, Observer, current_observer, with_drops
 from atbx.core.memory import storage_roots
 from atbx.core.program import Equation, Literal, Var
+from atbx.kernels.ascend.budget import budget_of, count_updates, streams_of_graph
 from atbx.kernels.ascend.lengths import LengthUpdates
 from atbx.kernels.ascend.lowering import Upload, make_plans, run_host, split
 from atbx.kernels.ascend.plan import StepPlan
@@ -71,7 +72,8 @@ class AscendExecutable:
             example = self._example()
             self._upload = Upload(self._arrays(example), device.device)
             self._calls = self._build(preparer, example)
-        self._captures: OrderedDict[tuple[int, ...], Capture] = OrderedDict()
+        self._budget = budget_of(device.index, device.environment.chip)
+        self._streams = streams_of_graph(count_updates(self._split, example.plans))
         self._sent: Any = None
         self._done: Any = None
         self._pinned: dict[int, torch.Tensor] = {}
@@ -144,7 +146,7 @@ class AscendExecutable:
             elif kernel.plan is not None:
                 reads.append(self._slot(("no plan",)))
             outs = tuple(self._slot(v) for v in equation.outputs)
-            calls.append(Call(kernel.make(equation), tuple(reads), outs, (), label(equation)))
+            calls.append(Call(kernel.make(equation), tuple(reads), outs, (), label(equation), choice))
         keep = {s for s, v in enumerate(self._template) if v is not None}
         keep |= {self._slots[v] for v in (*self._on_device, *self._roots) if v in self._slots}
         return with_drops(calls, keep)
@@ -164,7 +166,7 @@ class AscendExecutable:
             if self.is_eager:
                 self._send(step)
                 with self.device.launching():
-                    results = self._launch(step.given, step.plans)
+                    results = self._launch(step.given, step.plans, observer=current_observer())
             else:
                 results = self._replay(step)
             return self._read(step, results)
@@ -189,12 +191,13 @@ class AscendExecutable:
     def _replay(self, step: Step) -> list[Any]:
         fixed = {v: t for v, t in step.given.items() if v in self.lowered.fixed}
         key = tuple(t.data_ptr() for t in fixed.values())
-        captured = self._captures.get(key)
+        captured: Capture | None = self._budget.get(self, key)
         if captured is None:
-            captured = self._captures[key] = self._capture(fixed)
-            while len(self._captures) > GRAPHS_KEPT:
-                self._captures.popitem(last=False)
-        self._captures.move_to_end(key)
+            self._budget.make_room(
+                self, self._streams, GRAPHS_KEPT, lambda: self.device.npu.synchronize(self.device.device)
+            )
+            captured = self._capture(fixed)
+            self._budget.put(self, key, captured, self._streams)
         # An update must not overtake the replay before it.
         if len(captured.lengths):
             self._wait(self._done)
@@ -238,7 +241,11 @@ class AscendExecutable:
         return Capture(graph, lengths, results)
 
     def _launch(
-        self, given: dict[Var, torch.Tensor], plans: list[Any], lengths: LengthUpdates | None = None
+        self,
+        given: dict[Var, torch.Tensor],
+        plans: list[Any],
+        lengths: LengthUpdates | None = None,
+        observer: Observer | None = None,
     ) -> list[Any]:
         """Launch every call; with `lengths`, record those that take lengths so that they can be updated."""
         slots = self._template.copy()
@@ -246,20 +253,23 @@ class AscendExecutable:
             slots[self._slots[var]] = value
         for number, plan in enumerate(self._plans):
             slots[self._slots[("plan", number)]] = StepPlan(plan.arrays, plans[number].lists)
-        for call in self._calls:
-            operands = [slots[i] for i in call.reads]
-            with span(call.label):
-                if lengths is not None and is_updatable(call.run, operands):
-                    result = record(call, operands, lengths, self._plan_number(call))
+        with observer.walk(self._calls, self.device) if observer is not None else nullcontext():
+            for call in self._calls:
+                operands = [slots[i] for i in call.reads]
+                with span(call.label):
+                    if lengths is not None and is_updatable(call.run, operands):
+                        result = record(call, operands, lengths, self._plan_number(call))
+                    elif observer is not None:
+                        result = observer.run(call, operands)
+                    else:
+                        result = call.run(*operands)
+                if len(call.outs) == 1:
+                    slots[call.outs[0]] = result
                 else:
-                    result = call.run(*operands)
-            if len(call.outs) == 1:
-                slots[call.outs[0]] = result
-            else:
-                for slot, value in zip(call.outs, result, strict=True):
-                    slots[slot] = value
-            for slot in call.drops:
-                slots[slot] = None
+                    for slot, value in zip(call.outs, result, strict=True):
+                        slots[slot] = value
+                for slot in call.drops:
+                    slots[slot] = None
         return [slots[self._slots[v]] if v in self._slots else None for v in self._roots]
 
     def _plan_number(self, call: Call) -> int:
