@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from atbx.core.abstract import Abstract
 from atbx.core.arena import Arena, ArenaValue
 from atbx.core.donation import taking
 from atbx.core.errors import CacheStateError, OptionError, TreeError
@@ -88,6 +89,11 @@ class KVCache:
     def part(self, rows: Sequence[int], lengths: torch.Tensor) -> KVCache:
         """Some rows for one step, holding `lengths`; put the arena that the step returns into the whole cache."""
         return replace(self, rows=self.rows[list(rows)], lengths=lengths)
+
+    def abstract_part(self, rows: int) -> KVCache:
+        """What `part` gives for any `rows` rows, as far as planning needs to know it."""
+        places, lengths = (Abstract(shape, torch.int64) for shape in ((rows,), (rows,)))
+        return replace(self, rows=places, lengths=lengths)
 
     @property
     def nbytes(self) -> int:

@@ -79,6 +79,11 @@ class PagedCache:
         """
         return replace(self, tables=self.tables[list(rows)], lengths=lengths, uses=self.uses.clone())
 
+    def abstract_part(self, rows: int) -> PagedCache:
+        """What `part` gives for any `rows` rows, as far as planning needs to know it."""
+        places, lengths = (Abstract(shape, torch.int64) for shape in ((rows, self.tables.shape[1]), (rows,)))
+        return replace(self, tables=places, lengths=lengths)
+
     @property
     def nbytes(self) -> int:
         """Bytes of the arena."""

@@ -21,6 +21,7 @@ import atbx
 from atbx import ops
 from atbx.core.jit import Jit
 from atbx.kernels import cpu
+from atbx.kernels.cpu.attention import plan_spans
 from atbx.models import llama
 from atbx.models.step import Step
 from atbx.ops import kv_cache
@@ -227,6 +228,20 @@ def test_slots_that_follow_no_order_are_written_one_by_one() -> None:
     assert {i: float(x) for i, x in enumerate(found) if not torch.isnan(x)} == {7: 1.0, 3: 2.0, 12: 3.0}
     # Equal scores: each token sees the mean of the values up to its own.
     torch.testing.assert_close(out.flatten(), torch.tensor([1.0, 1.5, 2.0]))
+
+
+def test_neighbouring_blocks_are_read_as_one_piece_without_a_copy() -> None:
+    facts = (4, 9, 2, None, 10, True, torch.float32)
+    tables = torch.tensor([[3, 4, 5, 1, -1], [7, 6, -1, -1, -1]])
+    first, second = plan_spans(facts, tables, torch.tensor([5, 0]), torch.tensor([2, 3]))
+    # Row 0 holds positions 0 to 6: blocks 3 to 5 in one run, then one slot of block 1.
+    assert first.reads == ((6, 6), (2, 1))
+    assert first.writes == ((0, 11, 1), (1, 2, 1))
+    assert (second.reads, second.writes) == (((14, 2), (12, 1)), ((0, 14, 2), (2, 12, 1)))
+    windowed = plan_spans(
+        (4, 9, 2, 3, 10, True, torch.float32), tables[:1], torch.tensor([5]), torch.tensor([1])
+    )
+    assert (windowed[0].first, windowed[0].reads) == (3, ((9, 3),))
 
 
 def test_nan_in_a_live_slot_reaches_its_row_and_no_other() -> None:

@@ -421,6 +421,18 @@ def test_a_part_steps_and_the_whole_takes_its_arena() -> None:
     assert float(dense.arena.tree["k"][0][1, 0, 0, 0]) == 7.0
 
 
+@pytest.mark.parametrize("kind", ["dense", "paged"])
+def test_a_planned_part_is_the_variant_of_a_real_one(kind: str) -> None:
+    whole: Any = kv_cache.init(SPEC, batch=3, capacity=12, dtype=torch.float32)
+    whole = kv_cache.reserve(empty(3) if kind == "paged" else whole, [1, 1, 1])
+    program = atbx.jit(extend, donate=("cache",))
+    k, counts = atbx.Abstract((2, 1, 1, 4), torch.float32), atbx.Abstract((2,), torch.int64)
+    program.warm([(k, whole.abstract_part(2), counts)])
+    assert len(program.variants) == 1
+    program(marks([1.0, 2.0]), whole.part([2, 0], torch.tensor([0, 0])), torch.tensor([1, 1]))
+    assert len(program.variants) == 1
+
+
 # --- room behind, save and load ------------------------------------------------------------------------------------
 
 
