@@ -85,6 +85,17 @@ class CacheSpec:
                 )
 
 
+@dataclass(frozen=True)
+class PagedSpec(CacheSpec):
+    """A `CacheSpec` whose arenas are blocks of `block_size` tokens, enough for every row to be full."""
+
+    block_size: int = 128
+
+    def abstract(self, rows: int, capacity: int, dtype: torch.dtype, chunk: int) -> dict[str, list[Abstract]]:
+        """Keys and values of every layer as [blocks + 1, block_size, K, D]; windows save nothing."""
+        return self.abstract_blocks(rows * -(-capacity // self.block_size), self.block_size, dtype)
+
+
 def check_extent(extent: int, capacity: int) -> None:
     """Raise CapacityError unless a step of a cache of `capacity` tokens a row may read and write `extent` slots."""
     if not 1 <= extent <= capacity:

@@ -23,6 +23,7 @@ from atbx.ops.attention import ATTENTION, KV_WRITE
 from atbx.ops.cache_spec import (
     CacheSpec,
     LayerCache,
+    PagedSpec,
     arena_like,
     check_counts,
     check_extent,
@@ -37,12 +38,14 @@ __all__ = [
     "KVCache",
     "LayerCache",
     "PagedCache",
+    "PagedSpec",
     "append",
     "attend",
     "fork",
     "init",
     "init_paged",
     "load",
+    "open_arena",
     "over_arena",
     "reserve",
     "save",
@@ -136,6 +139,15 @@ def over_arena(arena: Arena, spec: CacheSpec, rows: Sequence[int], *, capacity: 
     """An empty cache over rows of an arena that exists."""
     index = torch.tensor(list(rows), dtype=torch.int64)
     return KVCache(arena.value(), index, torch.zeros_like(index), spec, capacity, capacity, chunk)
+
+
+def open_arena(
+    arena: Arena, spec: CacheSpec, rows: int, *, capacity: int, chunk: int
+) -> KVCache | PagedCache:
+    """An empty cache of `rows` rows over an arena that `spec` described, of the kind that it asks for."""
+    if isinstance(spec, PagedSpec):
+        return paged_cache.over_blocks(arena, spec, rows, capacity=capacity)
+    return over_arena(arena, spec, range(rows), capacity=capacity, chunk=chunk)
 
 
 def append(cache: AnyCache, k: Any, v: Any, *, layer: int, counts: Any) -> AnyCache:

@@ -12,6 +12,7 @@ import torch
 import atbx
 from atbx import ops
 from atbx.checkpoints import read_tree, write_tree
+from atbx.core.arena import Arena
 from atbx.core.errors import (
     CacheStateError,
     CapacityError,
@@ -22,7 +23,7 @@ from atbx.core.errors import (
     TreeError,
 )
 from atbx.ops import kv_cache
-from atbx.ops.kv_cache import CacheSpec, LayerCache, PagedCache
+from atbx.ops.kv_cache import CacheSpec, KVCache, LayerCache, PagedCache, PagedSpec
 
 SPEC = CacheSpec((LayerCache(1, 4), LayerCache(2, 4, window=3)))
 
@@ -431,6 +432,19 @@ def test_a_planned_part_is_the_variant_of_a_real_one(kind: str) -> None:
     assert len(program.variants) == 1
     program(marks([1.0, 2.0]), whole.part([2, 0], torch.tensor([0, 0])), torch.tensor([1, 1]))
     assert len(program.variants) == 1
+
+
+def test_a_spec_sizes_and_opens_its_arena() -> None:
+    spec = PagedSpec(SPEC.layers, 4)
+    described = spec.abstract(2, 10, torch.float16, 5)
+    # Two rows of three blocks, and the trash; a window saves nothing.
+    assert [a.shape for a in described["k"]] == [(7, 4, 1, 4), (7, 4, 2, 4)]
+    assert spec.nbytes(2, 10, torch.float16) == 2 * 2 * 7 * 4 * (1 + 2) * 4
+    cache = kv_cache.open_arena(Arena(described), spec, 2, capacity=10, chunk=5)
+    assert isinstance(cache, PagedCache)
+    assert (cache.tables.shape, len(cache.uses), cache.block_size) == ((2, 3), 6, 4)
+    arena = Arena(SPEC.abstract(2, 10, torch.float16, 5))
+    assert isinstance(kv_cache.open_arena(arena, SPEC, 2, capacity=10, chunk=5), KVCache)
 
 
 # --- room behind, save and load ------------------------------------------------------------------------------------
