@@ -11,8 +11,9 @@ import pytest
 
 from atbx.testing.pytest_plugin import software_npu_device, software_npu_session
 from atbx.testing.software_npu import SoftwareNpu
+from npu_fixtures import half, played, unused
 
-__all__ = ["software_npu_device", "software_npu_session"]
+__all__ = ["half", "played", "software_npu_device", "software_npu_session", "unused"]
 
 
 @pytest.fixture
