@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import ascend_equations
 import attention_oracle
 import numpy as np
 import plain_model
@@ -21,6 +22,9 @@ import atbx
 from atbx import ops
 from atbx.core.jit import Jit
 from atbx.kernels import cpu
+from atbx.kernels.ascend.attention import ROWS
+from atbx.kernels.ascend.cache_write import slots_view
+from atbx.kernels.ascend.plan import CacheFacts, slots_of
 from atbx.kernels.cpu.attention import plan_spans
 from atbx.models import llama
 from atbx.models.step import Step
@@ -29,6 +33,8 @@ from atbx.ops.attention import ATTENTION, KV_WRITE, alibi_slopes
 from atbx.ops.kv_cache import CacheSpec, LayerCache, PagedCache
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+COMPOSED = next(row for row in ROWS if row.kernel == "composed.attention")
 
 ALL = cpu.backend()
 BACKENDS = {"fused": ALL, "unfused": dataclasses.replace(ALL, rules=[]), "reference": None}
@@ -314,6 +320,63 @@ def test_the_cost_of_attention_goes_by_the_extent_and_not_by_the_block() -> None
         costs[name] = ATTENTION.cost(operands, ATTENTION.results(*operands, **params), **params)
     assert costs["paged"] == costs["dense"]
     assert costs["paged"].flops == 4 * 2 * 4 * 8 * 48
+
+
+# --- what the Ascend kernels are given ------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.composite(_dense_and_paged)())
+def test_a_scatter_of_every_token_is_the_write_and_padding_has_slots_of_its_own(
+    case: tuple[Any, ...],
+) -> None:
+    block, window, tokens, lengths, counts, seed = case
+    spec = CacheSpec((LayerCache(2, 4, window),))
+    cache = kv_cache.init_paged(
+        spec,
+        batch=len(lengths),
+        capacity=15,
+        dtype=torch.float32,
+        block_size=block,
+        trash=tokens * len(lengths),
+    )
+    cache = shuffled(poisoned(cache), seed)
+    arenas = [leaf for name in ("k", "v") for leaf in cache.arena.tree[name]]
+    generator = torch.Generator().manual_seed(seed)
+    new = [torch.randn(len(lengths), tokens, 2, 4, generator=generator) for _ in range(2)]
+    vectors = torch.tensor(lengths), torch.tensor(counts)
+    expected = KV_WRITE.reference(*new, *arenas, cache.tables, *vectors, window=window, extent=15)
+    facts = CacheFacts.of(tokens, arenas[0], cache.tables, window, 15)
+    slots = slots_of(facts, cache.tables, *vectors)
+    assert len(set(slots.tolist())) == tokens * len(lengths)
+    for arena, values, wanted in zip(arenas, new, expected, strict=True):
+        flat = slots_view(arena, facts, tokens * len(lengths)).view(-1, 2, 4)
+        flat[slots.long()] = values.view(-1, 2, 4)
+        # All but the trash is what the rule says.
+        assert torch.equal(arena[:-1].nan_to_num(7.0), wanted[:-1].nan_to_num(7.0))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.composite(_dense_and_paged)())
+def test_the_composition_of_the_ascend_backend_is_the_rule_on_pages(case: tuple[Any, ...]) -> None:
+    block, window, tokens, lengths, counts, seed = case
+    B, N = len(lengths), -(-15 // block)
+    generator = torch.Generator().manual_seed(seed)
+    tables = torch.randperm(B * N, generator=generator).view(B, N)
+    arenas = [torch.randn(B * N + 1, block, 2, 4, generator=generator) for _ in range(2)]
+    for b, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        for p in range(length + count, N * block):
+            for arena in arenas:
+                arena[tables[b, p // block], p % block] = float("nan")
+        # What a row does not need, it need not have.
+        tables[b, -(-(length + count) // block) :] = -1
+    q = torch.randn(B, tokens, 4, 4, generator=generator)
+    operands = (q, *arenas, tables, torch.tensor(lengths), torch.tensor(counts), None, None)
+    params = {"scale": 0.5, "extent": 15, "window": window, "soft_cap": None, "causal": True}
+    found = ascend_equations.run(COMPOSED, ascend_equations.equation(ATTENTION, operands, **params), operands)
+    expected = ATTENTION.reference(*operands, **params)
+    for b, count in enumerate(counts):
+        torch.testing.assert_close(found[b, :count], expected[b, :count], rtol=1e-5, atol=1e-5)
 
 
 # --- models --------------------------------------------------------------------------------------------------------
