@@ -31,6 +31,7 @@ def software_npu_session() -> Iterator[SoftwareNpu]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what torch_npu warns of while it is imported is not the test's
         entered = device.__enter__()
+        _warn_once()
     try:
         yield entered
     finally:
@@ -42,3 +43,12 @@ def software_npu_device(software_npu_session: SoftwareNpu) -> SoftwareNpu:
     """The device with counters at zero and no injected fault."""
     software_npu_session.reset()
     return software_npu_session
+
+
+def _warn_once() -> None:
+    """Have torch_npu give the warnings that it gives once a process, where they are ignored."""
+    import torch
+
+    npu = torch.device("npu:0")
+    torch.nn.functional.one_hot(torch.tensor([0], device=npu), 2)
+    torch.ones(1, dtype=torch.float64).to(npu)

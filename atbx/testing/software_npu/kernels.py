@@ -51,33 +51,41 @@ class Kernels:
 
     def install(self) -> int:
         """Wrap every kernel that torch_npu registered; the number of them."""
-        libraries: dict[str, Any] = {}
+        libraries: dict[tuple[str, str], Any] = {}
         wrapped = 0
-        declared = _declared_names()
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
         for name in torch._C._dispatch_get_all_op_names():
-            if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "PrivateUse1") or is_left_alone(name):
+            if not has(name, "PrivateUse1") or is_left_alone(name):
                 continue
-            if name not in declared:
-                continue
-            kernel = torch.library.get_kernel(name, "PrivateUse1")
-            space = name.split("::")[0]
-            if space not in libraries:
-                libraries[space] = torch._C._dispatch_library("IMPL", space, "PrivateUse1")
-            libraries[space].impl(name, "PrivateUse1", self._wrapper(name, kernel), True)
-            wrapped += 1
+            # Composite operators of torch that torch_npu runs as one kernel stand under the autograd key too.
+            composite = has(name, "CompositeImplicitAutograd") and has(name, "AutogradPrivateUse1")
+            for key in ("PrivateUse1", "AutogradPrivateUse1") if composite else ("PrivateUse1",):
+                try:
+                    kernel = torch.library.get_kernel(name, key)
+                except RuntimeError:  # torch_npu registers kernels of some operators that have no schema
+                    continue
+                place = (name.split("::")[0], key)
+                if place not in libraries:
+                    libraries[place] = torch._C._dispatch_library("IMPL", *place)
+                wrapper = self._wrapper(name, kernel, differentiable=key != "PrivateUse1")
+                libraries[place].impl(name, key, wrapper, True)
+                wrapped += 1
         self._library = list(libraries.values())
         return wrapped
 
-    def _wrapper(self, name: str, kernel: Any) -> Callable:
+    def _wrapper(self, name: str, kernel: Any, differentiable: bool) -> Callable:
         place, call = self._place, kernel.call_boxed
         plan: Plan | None = None
 
         def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             nonlocal plan
-            if place.depth or not self.active:
-                return call(keyset, *args, **kwargs)
             if plan is None:
                 plan = Plan(name)
+            if place.depth or not self.active:
+                return call(keyset, *plan.with_tensors(args), **kwargs)
+            # What autograd records, and views that may copy (contiguous): the operators that they call compute.
+            if plan.is_metadata or (differentiable and plan.wants_gradient(args)):
+                return call(keyset, *plan.with_tensors(args), **kwargs)
             return self._execute(plan, call, keyset, args, kwargs)
 
         return run
@@ -117,8 +125,6 @@ class Kernels:
             self.boundary.mark(0, self.boundary.name(plan.name), stream, False)
             if not met:
                 raise RuntimeError(f"{plan.name}: refused with code {code}: {message}")
-        if plan.is_metadata:
-            return result
         before = self.boundary.launch_count()
         if plan.needs_rule and plan.rule is None:
             self.boundary.mark(0, self.boundary.name(plan.name), stream, False)
@@ -297,14 +303,6 @@ class Kernels:
 
     def _release_step(self, number: int) -> None:
         self._steps.pop(number, None)
-
-
-def _declared_names() -> set[str]:
-    """Operators that have a schema; torch_npu registers kernels of some that have none."""
-    return {
-        f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
-        for schema in torch._C._jit_get_all_schemas()
-    }
 
 
 class DeviceFault(Exception):  # noqa: N818  it is a fault of the device, as its logs call it

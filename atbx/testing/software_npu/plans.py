@@ -112,6 +112,12 @@ class Plan:
             changed[place] = torch.tensor(args[place], dtype=dtype)
         return tuple(changed)
 
+    def wants_gradient(self, args: tuple) -> bool:
+        """Whether autograd would record the call."""
+        return torch.is_grad_enabled() and any(
+            leaf.requires_grad for value in args for leaf in _leaves(value)
+        )
+
     def device_of(self, args: tuple, kwargs: dict) -> int | None:
         """Index of the device of the call's tensors, or of its argument `device`.
 
@@ -238,6 +244,8 @@ class Plan:
             if target is None or value is None:
                 continue
             view, nz = target
+            if self.rule is None and value.dtype == torch.float64 and view.dtype == torch.float32:
+                value = value.float()  # torch_npu says that the device has no double and makes it a float
             if tuple(value.shape) != tuple(view.shape) or value.dtype != view.dtype:
                 raise AssertionError(
                     f"{self.name}: the rule gives {tuple(value.shape)} {value.dtype}, "
