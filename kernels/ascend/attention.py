@@ -88,7 +88,11 @@ class FusedInfer:
 
     def __init__(self, equation: Equation, version: int) -> None:
         q, k_arena = equation.operands[:2]
-        self._block = _facts(equation).block
+        facts = _facts(equation)
+        self._block = facts.block
+        # With a mask the lengths are those of the blocks: they never change, so a graph may keep them.
+        rows = int(q.shape[0])
+        self._whole = {"keys": [facts.reach] * rows, "queries": [facts.tokens] * rows}
         names = _NAMES[version]
         self._names = names
         self._default = getattr(torch.ops.npu, names["operator"])
@@ -119,8 +123,7 @@ class FusedInfer:
         return blocks_of(k_arena, self._block), blocks_of(v_arena, self._block), arguments
 
     def _lengths(self, lists: Mapping[str, list[int]], tokens: int) -> dict[str, Any]:
-        if not lists:
-            return {}
+        lists = lists or self._whole
         # Each row's own counts: this layout does not accumulate them.
         found = {self._names["keys"]: lists["keys"]}
         if tokens > 1:
@@ -200,8 +203,11 @@ _NAMES = {
 def _incremental(equation: Equation) -> Callable[..., torch.Tensor]:
     q, k_arena = equation.operands[:2]
     B, T, H, D = map(int, q.shape)
-    block = _facts(equation).block
+    facts = _facts(equation)
+    block = facts.block
     arguments = {
+        # Paged keys want a length; the mask hides what is not live of it.
+        "actual_seq_lengths": [facts.reach] * B,
         "num_heads": H,
         "num_key_value_heads": int(k_arena.shape[2]),
         "scale_value": float(equation.params["scale"]),
@@ -472,6 +478,7 @@ ROWS = (
                 "key",
                 "value",
                 "atten_mask",
+                "actual_seq_lengths",
                 "block_table",
                 "num_heads",
                 "num_key_value_heads",
