@@ -22,7 +22,7 @@ def int32(*rows):
     return torch.tensor(rows, dtype=torch.int32)
 
 
-# --- the fused infer operator -------------------------------------------------------------------------------------
+# --- the fused infer operator -------------------------------------------------------------------------------
 
 PREFILL = Base(FIA2, lambda: {
     "query": zeros(2, 8, 4, 64), "key": zeros(2, 16, 2, 64), "value": zeros(2, 16, 2, 64), "num_query_heads": 4,
@@ -163,7 +163,7 @@ def test_messages_are_in_the_manner_of_the_real_log():
     assert "Ascend310P3" in missing
 
 
-# --- the older pair ---------------------------------------------------------------------------------------------------
+# --- the older pair -----------------------------------------------------------------------------------------
 
 PROMPT = "npu::npu_prompt_flash_attention"
 INCRE = "npu::npu_incre_flash_attention"

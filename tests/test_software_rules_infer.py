@@ -37,7 +37,7 @@ def prefill(tokens: int, slots: int, **named):
     return [[round(float(one), 3) for one in row[:slots]] for row in out[0, :, 0]]
 
 
-# --- masks and modes ----------------------------------------------------------------------------------------------
+# --- masks and modes ----------------------------------------------------------------------------------------
 
 
 def test_a_mask_value_of_one_takes_the_position_away():
@@ -107,7 +107,7 @@ def test_a_row_without_any_position_is_not_a_number_unless_rows_are_corrected():
     assert prefill(2, 2, atten_mask=mask, inner_precise=2)[0] == [0, 0]
 
 
-# --- one query row ------------------------------------------------------------------------------------------------
+# --- one query row ------------------------------------------------------------------------------------------
 
 
 def test_with_one_query_row_modes_and_bands_have_no_effect():
@@ -134,7 +134,7 @@ def test_in_tnd_one_row_sequences_do_follow_the_mode():
     assert probabilities(out, 4) == [0, 0, 0.5, 0.5]
 
 
-# --- lengths ------------------------------------------------------------------------------------------------------
+# --- lengths ------------------------------------------------------------------------------------------------
 
 
 def test_lengths_are_per_sequence_in_bsnd_and_one_serves_all():
@@ -188,7 +188,7 @@ def test_left_padding_starts_before_the_padding():
     assert probabilities(out, 4) == [0, 0, 0, 0]  # would start before the tensor
 
 
-# --- scale, heads, numerics -----------------------------------------------------------------------------------------
+# --- scale, heads, numerics ---------------------------------------------------------------------------------
 
 
 def test_scale_is_one_unless_given():
@@ -250,7 +250,7 @@ def test_a_learnable_sink_takes_probability_and_gives_nothing():
     assert float(out[0, 0, 0]) == 0.5
 
 
-# --- layouts and caches ---------------------------------------------------------------------------------------------
+# --- layouts and caches -------------------------------------------------------------------------------------
 
 
 def random_case(tokens=5, slots=7, heads=4, kv_heads=2, size=16, batch=2, seed=0):

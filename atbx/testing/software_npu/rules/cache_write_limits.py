@@ -1,8 +1,8 @@
 """What the cache operators refuse, and what goes wrong in them unchecked.
 
 Dtypes and shapes are refused at the launch. Slots and indices live in device memory and are looked at by nobody
-before the kernel runs; an address out of range is a fault of the device, and slots that occur twice leave the
-cache undefined, which is reported in the same way because no result could be relied on.
+before the kernel runs; an address out of range is a fault of the device. Where a page asks for slots that occur
+once, a repeated one leaves the cache undefined, which is reported in the same way: no result could be relied on.
 """
 
 from __future__ import annotations
@@ -110,13 +110,14 @@ def chip_has_reshape_and_cache(call: Call) -> str | None:
     return refuse_atb(call, f"not supported on {call.chip}") if family(call.chip) == TRAINING_910A else None
 
 
-def _slot_fault(call: Call, slots: torch.Tensor, count: int, negatives_skip: bool) -> str | None:
-    low = -(2**62) if negatives_skip else 0
-    wrong = slots[(slots >= count) | (slots < low)]
+def _slot_fault(
+    call: Call, slots: torch.Tensor, count: int, *, negatives_skip: bool, each_once: bool
+) -> str | None:
+    wrong = slots[slots >= count] if negatives_skip else slots[(slots >= count) | (slots < 0)]
     if wrong.numel():
         return device_fault(call, f"slot {int(wrong[0])}, cache of {count} slots")
     used = slots[slots >= 0]
-    if used.unique().numel() != used.numel():
+    if each_once and used.unique().numel() != used.numel():
         return device_fault(call, "a slot occurs twice; the result is not defined")
     return None
 
@@ -131,9 +132,8 @@ def _slot_fault(call: Call, slots: torch.Tensor, count: int, negatives_skip: boo
 def slots_in_the_cache(call: Call) -> str | None:
     for rows, cache in _pairs(call):
         in_strips = call.name == _WRITE and is_stripped(call[cache], call[rows], call.formats.get(cache))
-        fault = _slot_fault(
-            call, call["slot_indices"], slot_count(call, call[cache], in_strips), not in_strips
-        )
+        count = slot_count(call, call[cache], in_strips)
+        fault = _slot_fault(call, call["slot_indices"], count, negatives_skip=not in_strips, each_once=False)
         if fault:
             return fault
     return None
@@ -216,7 +216,7 @@ def scatter_pa_slots_in_the_cache(call: Call) -> str | None:
         return None
     count = slot_count(call, call["key_cache"], call["cache_mode"] == "PA_NZ")
     # The page asks for [0, count); its own golden skips negative slots, so they are let through.
-    return _slot_fault(call, call["slot_mapping"], count, True)
+    return _slot_fault(call, call["slot_mapping"], count, negatives_skip=True, each_once=True)
 
 
 # --- scatter by index -------------------------------------------------------------------------------------------
