@@ -223,6 +223,8 @@ def test_a_block_that_is_not_there_is_refused_the_trash_block_too(block: int) ->
         ([[0, 1], [0, 2]], [1, 2], [1, 1], "batch row 0, table entry 0.*block 0, which batch row 1"),
         # A row that stands still holds the block.
         ([[0, 1], [0, -1]], [1, 2], [1, 0], "batch row 0, table entry 0.*block 0, which batch row 1"),
+        # It holds only the front of it, which is what is written.
+        ([[0, -1], [0, -1]], [0, 1], [1, 0], "batch row 0, table entry 0.*block 0, which batch row 1"),
         # One block at two places of a row.
         ([[3, 3], [1, -1]], [3, 0], [1, 1], "table entry 1.*stands in its row already.*found 3"),
     ],
