@@ -17,6 +17,7 @@ from atbx.core.errors import AtbxError, UnsupportedError
 from atbx.testing.software_npu.boundary import Boundary, prepare_environment
 from atbx.testing.software_npu.building import standin_folder, wheel_folder
 from atbx.testing.software_npu.device import Counts, SoftwareNpu
+from atbx.testing.software_npu.kernels import Kernels
 
 __all__ = ["CHIPS", "Counts", "SoftwareNpu", "software_npu"]
 
@@ -79,7 +80,7 @@ def software_npu(
     boundary.reset()
     _process["entered"] = kernels.active = True
     try:
-        yield SoftwareNpu(boundary, chip, cann, devices, limit, budget)
+        yield SoftwareNpu(boundary, kernels, chip, cann, devices, limit, budget)
     finally:
         boundary.run_device(-1)
         _process["entered"] = False
@@ -95,8 +96,6 @@ def _start(first: dict[str, Any], memory_limit: int, streams: int) -> None:
     boundary = Boundary(standin_folder())
     boundary.configure(first["chip"], first["cann"], first["devices"], memory_limit, streams)
     import torch_npu  # type: ignore[import-not-found,unused-ignore]
-
-    from atbx.testing.software_npu.kernels import Kernels
 
     if not boundary.attach(wheel_folder() / "lib" / "libtorch_npu.so"):
         raise AtbxError(

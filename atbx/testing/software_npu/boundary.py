@@ -59,7 +59,13 @@ class Boundary:
         self._callbacks = (STEP(step), RELEASE(release))
         python = [
             ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p)
-            for name in ("PyGILState_Check", "PyEval_SaveThread", "PyEval_RestoreThread")
+            for name in (
+                "PyGILState_Check",
+                "PyEval_SaveThread",
+                "PyEval_RestoreThread",
+                "PyGILState_GetThisThreadState",
+                "PyGILState_Ensure",
+            )
         ]
         self._held.standin_connect(*self._callbacks, *python)
 
@@ -88,9 +94,19 @@ class Boundary:
         """Refuse the next workspace call of this thread (or of its queue) with `code`."""
         self._held.standin_arm(code, message.encode())
 
-    def disarm(self) -> bool:
-        """End `arm`; whether this thread met the refusal."""
-        return bool(self._held.standin_disarm())
+    def disarm(self) -> None:
+        """End `arm`."""
+        self._held.standin_disarm()
+
+    def is_queue_alive(self, settle: Callable[[], object]) -> bool:
+        """Whether torch_npu's queue runs what is put into it; `settle` waits for the queue."""
+        self._held.standin_probe_begin()
+        settle()
+        return bool(self._held.standin_probe_arrived())
+
+    def refusals(self) -> int:
+        """How many calls met the refusal since `arm`, in whichever thread."""
+        return int(self._held.standin_refusals())
 
     def set_error(self, message: str) -> None:
         """What aclGetRecentErrMsg says next in this thread."""

@@ -160,11 +160,11 @@ def _generated(wheel: Path, written: str) -> str:
     operators |= {"aclRfft1D", "aclStft"}
     # "...GetMaxWorkspaceSize" is a workspace call of its kernel, not a kernel.
     sizes = sorted(name for name in operators if name.endswith("GetMaxWorkspaceSize"))
-    kernels = sorted({name.removesuffix("GetWorkspaceSize") for name in operators} - set(sizes))
+    defined = set(re.findall(r"\b(acl\w+)\(", written)) | set(re.findall(r"RECORD\((\w+)\)", written))
+    kernels = sorted({name.removesuffix("GetWorkspaceSize") for name in operators} - set(sizes) - defined)
     needed = set().union(*map(_undefined, libraries))
     plain = {name for name in needed if _PLAIN_C.match(name)} | set(LOOKED_UP)
     plain -= set(kernels) | {f"{name}GetWorkspaceSize" for name in kernels}
-    defined = set(re.findall(r"\b(acl\w+)\(", written)) | set(re.findall(r"RECORD\((\w+)\)", written))
     records = {
         f"acl{verb}{name}"
         for verb in ("Create", "Destroy")

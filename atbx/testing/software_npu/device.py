@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from atbx.testing.software_npu.boundary import Boundary
+from atbx.testing.software_npu.kernels import Kernels
 
 NOT_MODELLED = (
     "time: nothing here says how fast a kernel is",
@@ -44,9 +45,16 @@ class SoftwareNpu:
     """One software NPU (or several): counters, faults on demand, a report."""
 
     def __init__(
-        self, boundary: Boundary, chip: str, cann: str, devices: int, memory_limit: int, streams: int
-    ):
-        self._boundary = boundary
+        self,
+        boundary: Boundary,
+        kernels: Kernels,
+        chip: str,
+        cann: str,
+        devices: int,
+        memory_limit: int,
+        streams: int,
+    ) -> None:
+        self._boundary, self._kernels = boundary, kernels
         self.chip, self.cann, self.devices = chip, cann, devices
         self.memory_limit, self.streams = memory_limit, streams
 
@@ -82,8 +90,9 @@ class SoftwareNpu:
         )
 
     def reset(self) -> None:
-        """Forget launches, counters and injected faults."""
-        self._settle()
+        """Forget launches, counters and injected faults; start torch_npu's queue again if a failure stopped it."""
+        self._kernels.restart_queues(self.devices)
+        self._boundary.run_device(-1)
         self._boundary.reset()
 
     def inject(self, kernel: str, code: int, message: str = "", when: str = "launch", times: int = 1) -> None:
@@ -119,11 +128,4 @@ class SoftwareNpu:
 
     def _settle(self) -> None:
         """Let torch_npu's own queue reach the boundary."""
-        import torch
-
-        npu = torch.npu  # type: ignore[attr-defined]
-        if npu.is_initialized():
-            torch_npu_c = __import__("torch_npu")._C
-            for index in range(self.devices):
-                with npu.device(index):
-                    torch_npu_c._npu_getCurrentRawStream(index)
+        self._kernels.settle_all(self.devices)

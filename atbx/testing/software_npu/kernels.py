@@ -109,31 +109,43 @@ class Kernels:
             return self._execute_dynamic(plan, args, kwargs, device, stream)
         values = plan.bind(args, kwargs)
         seed = self._random_state(device) if plan.is_random else None
-        if plan.limits:
-            self._check_limits(plan, values)
+        refusal = plan.refusal(values, self._is_nz, self.chip, self.cann) if plan.limits else None
+        if refusal is not None:
+            self.boundary.arm(*refusal)
+        if plan.changes_format:
+            self.nz_seen = True
         place = self._place
         place.depth += 1
         try:
             result = call(keyset, *plan.with_tensors(args), **kwargs)
         finally:
             place.depth -= 1
-            if plan.limits and plan.armed:
-                met = self.boundary.disarm()
-        if plan.limits and plan.armed:
-            code, message = plan.armed
-            plan.armed = None
-            self.boundary.mark(0, self.boundary.name(plan.name), stream, False)
-            if not met:
-                raise RuntimeError(f"{plan.name}: refused with code {code}: {message}")
-        before = self.boundary.launch_count()
+            if refusal is not None:
+                self.boundary.disarm()
+        if refusal is not None:
+            self._report_refusal(plan, stream, device, *refusal)
         if plan.needs_rule and plan.rule is None:
             self.boundary.mark(0, self.boundary.name(plan.name), stream, False)
-            self._refuse_without_rule(plan, stream, before)
+            self._refuse_without_rule(plan, device)
             return result
         return self._queue(plan, values, result, device, stream, seed)
 
-    def _refuse_without_rule(self, plan: Plan, stream: int, before: int) -> None:
-        self._npu._C._npu_getCurrentRawStream(self._npu.npu.current_device())
+    def _report_refusal(self, plan: Plan, stream: int, device: int, code: int, message: str) -> None:
+        """A refusal that this thread did not meet: met in torch_npu's queue, which then says so, or by no call."""
+        self.boundary.mark(0, self.boundary.name(plan.name), stream, False)
+        self._settle(device)
+        raise RuntimeError(
+            f"{plan.name}: refused with error code {code}"
+            + ("" if self.boundary.refusals() else " (the operator launched nothing)")
+            + f"\n{message}"
+        )
+
+    def _settle(self, device: int) -> None:
+        """Wait until torch_npu's own queue has reached the boundary; raises what failed in it."""
+        self._npu._C._npu_getCurrentRawStream(device)
+
+    def _refuse_without_rule(self, plan: Plan, device: int) -> None:
+        self._settle(device)
         kernels = [kernel for kernel, operation in self.boundary.launches() if operation == plan.name]
         if kernels:
             raise NotImplementedError(
@@ -228,10 +240,36 @@ class Kernels:
 
     def _wait_for(self, stream: int, device: int) -> None:
         """Have everything done that is queued on the stream, torch_npu's own queue included."""
-        self._npu._C._npu_getCurrentRawStream(self._npu.npu.current_device())
+        here = self._npu.npu.current_device()
+        if not self.boundary.is_queue_alive(lambda: self._settle(here)):
+            raise RuntimeError(
+                "torch_npu's task queue stopped at an earlier failure and drops what it is given: on an NPU the "
+                "process ends there. reset() of the software NPU starts it again"
+            )
         code = self.boundary.run_stream(stream)
         if code:
             raise RuntimeError(f"the software NPU's stream failed with code {code}: {self.last_fault}")
+
+    def settle_all(self, devices: int) -> None:
+        """Wait until torch_npu's queues of all devices have reached the boundary."""
+        if not self._npu.npu.is_initialized():
+            return
+        for device in range(devices):
+            with self._npu.npu.device(device):
+                self._settle(device)
+
+    def restart_queues(self, devices: int) -> None:
+        """Start torch_npu's queues again where a failure stopped them."""
+        if not self._npu.npu.is_initialized():
+            return
+        for device in range(devices):
+            with self._npu.npu.device(device):
+                try:
+                    alive = self.boundary.is_queue_alive(lambda: self._settle(device))  # noqa: B023
+                except RuntimeError:  # a failure that nobody was told of yet
+                    alive = False
+                if not alive:
+                    self._npu._C._npu_restart_device(device)
 
     def _execute_dynamic(self, plan: Plan, args: tuple, kwargs: dict, device: int, stream: int) -> Any:
         """Operators whose result's shape depends on values: computed at once, as the device must too."""
@@ -264,12 +302,6 @@ class Kernels:
         return made[0] if isinstance(computed, _tensor) else tuple(made)
 
     # --- limits -----------------------------------------------------------------------------------------------------
-
-    def _check_limits(self, plan: Plan, values: dict) -> None:
-        refusal = plan.refusal(values, self._is_nz, self.chip, self.cann)
-        plan.armed = refusal
-        if refusal is not None:
-            self.boundary.arm(*refusal)
 
     def _random_state(self, device: int) -> int:
         state = self._npu.npu.default_generators[device].get_state()

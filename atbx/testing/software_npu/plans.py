@@ -13,7 +13,46 @@ from atbx.testing.software_npu.views import NzView
 
 # Operators that only make, name or describe memory: nothing of theirs is computed.
 _LEFT_ALONE = frozenset(
-    ["aten::empty", "aten::empty_strided", "aten::empty_like", "aten::as_strided", "aten::as_strided_", "aten::view", "aten::set_", "aten::resize_", "aten::_resize_output_", "aten::record_stream", "aten::_local_scalar_dense", "aten::is_pinned", "aten::_pin_memory", "aten::_reshape_alias", "aten::unfold", "aten::alias", "aten::t", "aten::detach", "aten::new_empty", "aten::new_empty_strided", "aten::_has_same_storage_numel", "aten::is_set_to", "aten::resize_as_", "npu::empty_with_swapped_memory", "npu::npu_change_data_ptr", "npu::get_npu_format", "npu::get_storage_size", "npu::_npu_get_storage_size", "npu::npu_change_data_ptr", "npu::npu_format", "npu::_npu_storage_resize", "npu::copy_memory_", "npu::print_npugraph_tensor", "npu::save_npugraph_tensor", "npu::super_kernel_scope_begin", "npu::super_kernel_scope_end", "npu::empty_with_format", "npu::unsafe_empty_with_format"]
+    [
+        "aten::empty",
+        "aten::empty_strided",
+        "aten::empty_like",
+        "aten::as_strided",
+        "aten::as_strided_",
+        "aten::view",
+        "aten::set_",
+        "aten::resize_",
+        "aten::_resize_output_",
+        "aten::record_stream",
+        "aten::_local_scalar_dense",
+        "aten::is_pinned",
+        "aten::_pin_memory",
+        "aten::_reshape_alias",
+        "aten::unfold",
+        "aten::alias",
+        "aten::t",
+        "aten::detach",
+        "aten::new_empty",
+        "aten::new_empty_strided",
+        "aten::_has_same_storage_numel",
+        "aten::is_set_to",
+        "aten::resize_as_",
+        "npu::empty_with_swapped_memory",
+        "npu::npu_change_data_ptr",
+        "npu::get_npu_format",
+        "npu::get_storage_size",
+        "npu::_npu_get_storage_size",
+        "npu::npu_change_data_ptr",
+        "npu::npu_format",
+        "npu::_npu_storage_resize",
+        "npu::copy_memory_",
+        "npu::print_npugraph_tensor",
+        "npu::save_npugraph_tensor",
+        "npu::super_kernel_scope_begin",
+        "npu::super_kernel_scope_end",
+        "npu::empty_with_format",
+        "npu::unsafe_empty_with_format",
+    ]
 )
 _COPIES = frozenset(
     {"aten::copy_", "aten::_to_copy", "aten::_copy_from", "aten::_copy_from_and_resize", "aten::to"}
@@ -58,7 +97,7 @@ class Plan:
         self.rule = RULES.get(self.name)
         self.needs_rule = space != "aten" and not _has_cpu_kernel(full_name)
         self.limits = bool(limits_of(self.name))
-        self.armed: tuple[int, str] | None = None
+        self.changes_format = "format" in base
         self.is_copy = self.name in _COPIES
         self.is_random = torch.Tag.nondeterministic_seeded in self.operator.tags
         self.written = frozenset(

@@ -177,6 +177,10 @@ Configuration& configuration();
 int current_device();
 double now();
 
+// An ATB setup that fails without torch_npu's task queue throws through code that has let go of Python's lock and does
+// not take it back; this takes it, so that the error reaches Python instead of ending the process.
+void take_python_back();
+
 // Waits for a lock without holding Python's lock, so that a thread inside the callback can finish.
 class PythonReleased {
   public:

@@ -4,6 +4,7 @@
 // it is started on; it runs the root lane, and another lane only as far as a join asks for, so a fork that was not
 // joined is not seen. Every lane and every task group takes a stream of the device from a budget.
 
+#include <algorithm>
 #include <atomic>
 
 #include "device.hpp"

@@ -8,6 +8,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <functional>
@@ -52,7 +53,7 @@ std::set<std::string> names;                       // owns every name in the log
 thread_local std::vector<size_t> unnamed;          // launches of this thread since its last marker
 thread_local std::vector<NotedCopy> copies;
 thread_local Refusal armed;
-thread_local bool refused = false;
+std::atomic<int> refusals{0};                      // met since the last arming
 thread_local std::string error, error_given;
 
 int (*step_callback)(int64_t, int) = nullptr;
@@ -60,6 +61,8 @@ void (*release_callback)(int64_t) = nullptr;
 int (*python_holds)() = nullptr;
 void* (*python_release)() = nullptr;
 void (*python_restore)(void*) = nullptr;
+void* (*python_state)() = nullptr;
+int (*python_take)() = nullptr;
 
 // torch_npu's own way to put a function behind what is queued. Declared by its symbol: its headers need all of torch.
 using Enqueue = void (*)(const std::string&, const std::function<int()>&, bool);
@@ -95,7 +98,7 @@ void count(const char* what, int64_t amount) {
 
 int refuse(const char* kernel) {
     if (armed.code) {
-        refused = true;
+        ++refusals;
         return fail(armed.code, armed.message);
     }
     return injected(kernel, false);
@@ -103,15 +106,17 @@ int refuse(const char* kernel) {
 
 int launch(const char* kernel, void* handle) {
     auto* stream = static_cast<Stream*>(handle);
+    const char* name;
     {
         std::lock_guard<std::mutex> guard(log);
+        name = keep_name(kernel);
         unnamed.push_back(launches.size());
-        launches.push_back(Launch{keep_name(kernel), ""});
+        launches.push_back(Launch{name, ""});
     }
     if (stream && is_stream(stream)) {
         Task task;
         task.kind = Kind::kLaunch;
-        task.name = launches.empty() ? kernel : keep_name(kernel);
+        task.name = name;
         push(stream, std::move(task));
     }
     return kSuccess;
@@ -129,6 +134,10 @@ void call_release(int64_t step) {
 
 double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+void take_python_back() {
+    if (python_holds && !python_holds() && python_state()) python_take();
 }
 
 PythonReleased::PythonReleased() {
@@ -176,7 +185,10 @@ const char* aclGetRecentErrMsg() {
 
 // --- called from Python ------------------------------------------------------------------------------------------
 
-int standin_connect(int (*step)(int64_t, int), void (*release)(int64_t), void* holds, void* save, void* restore) {
+int standin_connect(int (*step)(int64_t, int), void (*release)(int64_t), void* holds, void* save, void* restore,
+                    void* state, void* take) {
+    python_state = reinterpret_cast<void* (*)()>(state);
+    python_take = reinterpret_cast<int (*)()>(take);
     step_callback = step;
     release_callback = release;
     python_holds = reinterpret_cast<int (*)()>(holds);
@@ -207,29 +219,47 @@ int standin_mark(int64_t step, const char* operation, void* stream, int fills, c
     }
 }
 
-// Refuses the next workspace call of this thread and of the thread that runs its queue.
+// Refuses workspace calls of this thread, and of the thread that runs its queue, until `standin_disarm`.
 int standin_arm(int code, const char* message) {
     const Refusal refusal{code, message};
     armed = refusal;
-    refused = false;
+    refusals = 0;
     try {
-        enqueue("refusal", [refusal]() -> int { armed = refusal; refused = false; return kSuccess; }, false);
+        enqueue("refusal", [refusal]() -> int { armed = refusal; return kSuccess; }, false);
+    } catch (const std::exception&) {
+        return kInternal;                 // an earlier failure is reported by the next operator as well
+    }
+    return kSuccess;
+}
+
+int standin_disarm() {
+    armed = Refusal{};
+    try {
+        enqueue("refusal", []() -> int { armed = Refusal{}; return kSuccess; }, false);
+    } catch (const std::exception&) {
+        return kInternal;                 // the queue reports what was refused in it
+    }
+    return kSuccess;
+}
+
+// Whether torch_npu's queue still runs what is put into it: after a failure it drops everything without a word.
+// Python calls begin, waits for the queue, and asks.
+static thread_local std::shared_ptr<std::atomic<bool>> probe;
+
+int standin_probe_begin() {
+    auto arrived = std::make_shared<std::atomic<bool>>(false);
+    probe = arrived;
+    try {
+        enqueue("probe", [arrived]() -> int { *arrived = true; return kSuccess; }, false);
     } catch (const std::exception&) {
         return kInternal;
     }
     return kSuccess;
 }
 
-int standin_disarm() {
-    const bool met = refused;
-    armed = Refusal{};
-    try {
-        enqueue("refusal", []() -> int { armed = Refusal{}; return kSuccess; }, false);
-    } catch (const std::exception&) {
-        // the queue reports a launch that was refused in it; that is the refusal
-    }
-    return met;
-}
+int standin_probe_arrived() { return probe && *probe; }
+
+int standin_refusals() { return refusals; }
 
 void standin_set_error(const char* message) { set_error(message); }
 

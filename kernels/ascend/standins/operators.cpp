@@ -44,6 +44,25 @@ int aclDestroyTensor(const void* tensor) {
     return kSuccess;
 }
 
+// Shape and format of a tensor cast to another storage format: FRACTAL_NZ (29) keeps blocks of 16 rows by 16 columns
+// (32 for 8-bit integers), any other format the shape itself. The caller owns the array.
+int aclnnNpuFormatCastCalculateSizeAndFormat(const void* source, int format, int, int64_t** sizes, uint64_t* rank,
+                                             int* actual) {
+    const auto* record = static_cast<const TensorRecord*>(source);
+    std::vector<int64_t> made = record->sizes;
+    if (format == 29 && made.size() >= 2) {
+        const bool bytes = record->dtype == 2 || record->dtype == 4;      // ACL_INT8, ACL_UINT8
+        const int64_t width = bytes ? 32 : 16, rows = made[made.size() - 2], columns = made.back();
+        made.resize(made.size() - 2);
+        made.insert(made.end(), {(columns + width - 1) / width, (rows + 15) / 16, 16, width});
+    }
+    *sizes = new int64_t[made.size() + 1];
+    std::memcpy(*sizes, made.data(), made.size() * sizeof(int64_t));
+    *rank = made.size();
+    *actual = format;
+    return kSuccess;
+}
+
 void* aclCreateTensorDesc(int dtype, int rank, const int64_t* sizes, int format) {
     auto* record = new TensorRecord;
     if (sizes) record->sizes.assign(sizes, sizes + rank);
@@ -146,7 +165,9 @@ struct AtbOperation {
     virtual uint32_t outputs() const { return 0; }
     virtual int setup(const void*, uint64_t& workspace, void*) {
         workspace = 0;
-        return refuse(kernel_);
+        const int code = refuse(kernel_);
+        if (code) take_python_back();
+        return code;
     }
     virtual int execute(const void*, uint8_t*, uint64_t, void* context) {
         return launch(kernel_, static_cast<AtbContext*>(context)->stream_);
