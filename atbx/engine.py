@@ -29,9 +29,11 @@ from atbx.kernels.ascend.cache import BlockedCacheSpec
 from atbx.memory import AbstractBinding, abstract_step
 from atbx.models.registry import FAMILIES
 from atbx.models.step import Step
-from atbx.ops.kv_cache import CacheSpec, KVCache, over_arena
+from atbx.ops.kv_cache import CacheSpec, KVCache, PagedCache, PagedSpec, open_arena
 from atbx.sampling import Sampled, SamplerArguments, SamplerStep, SamplerValues, Stages, sample_step
 from atbx.schedule import Chunk, Policy
+
+Cache = KVCache | PagedCache
 
 
 @dataclass
@@ -62,13 +64,15 @@ class Engine:
         numerics: str,
         fallback: str | None,
         variants: int,
+        block_size: int | None = None,
     ) -> None:
         self.config, self.policy, self.dtype = config, policy, dtype
         self.backend = backend(device)
-        self.cache_spec = place_cache(config.cache_spec, self.backend)
+        self.cache_spec = place_cache(config.cache_spec, self.backend, block_size)
         self._written = forward
         rows = tuple(f"step/{n}" for n in ("ids", "counts", "positions", "want", "limits"))
-        batch = tuple((path, 0) for path in (*rows, "cache/rows", "cache/lengths"))
+        places = "cache/rows" if block_size is None else "cache/tables"
+        batch = tuple((path, 0) for path in (*rows, places, "cache/lengths"))
         buckets = {
             "B": Bucket(batch, policy.batches),
             "T": Bucket((("step/ids", 1), ("step/positions", 1)), policy.tokens, count="step/counts"),
@@ -162,9 +166,9 @@ class Engine:
                 )
             return self._pools[dtype]
 
-    def open_cache(self, arena: Arena, rows: int, capacity: int) -> KVCache:
-        """An empty cache over an arena's first rows."""
-        return over_arena(arena, self.cache_spec, range(rows), capacity=capacity, chunk=self.policy.chunk)
+    def open_cache(self, arena: Arena, rows: int, capacity: int) -> Cache:
+        """An empty cache of `rows` rows over an arena."""
+        return open_arena(arena, self.cache_spec, rows, capacity=capacity, chunk=self.policy.chunk)
 
     def prefill_chunk(
         self,
@@ -172,9 +176,9 @@ class Engine:
         tokens: Sequence[Sequence[int]],
         limits: torch.Tensor,
         chunk: Chunk,
-        cache: KVCache,
+        cache: Cache,
         all_logits: bool,
-    ) -> tuple[torch.Tensor, KVCache]:
+    ) -> tuple[torch.Tensor, Cache]:
         """Logits of a chunk's rows: of each row's last token [B,1,V], or of every token [B,T,V].
 
         Returns them with the cache of the whole batch, its lengths not yet set (see `filled`).
@@ -200,10 +204,10 @@ class Engine:
             want = counts.view(B, 1) - 1
         return Step(ids, counts, positions, want.contiguous(), limits[list(chunk.rows)])
 
-    def _rows_of(self, cache: KVCache, chunk: Chunk) -> KVCache:
+    def _rows_of(self, cache: Cache, chunk: Chunk) -> Cache:
         lengths = torch.full((len(chunk.rows),), chunk.start, dtype=torch.int64)
         extent = self.policy.extent(chunk.end, cache.capacity)
-        return replace(cache, rows=cache.rows[list(chunk.rows)], lengths=lengths, extent=extent)
+        return cache.part(chunk.rows, lengths).with_extent(extent)
 
     def decode(
         self,
@@ -211,10 +215,10 @@ class Engine:
         tokens: torch.Tensor,
         active: torch.Tensor,
         limits: torch.Tensor,
-        cache: KVCache,
+        cache: Cache,
         longest: int,
         live: int,
-    ) -> tuple[torch.Tensor, KVCache]:
+    ) -> tuple[torch.Tensor, Cache]:
         """Logits [B,V] after one more token of each active row.
 
         tokens [B]; active [B] int64, 1 for rows that go on; longest: filled slots of the longest active row before
@@ -230,16 +234,16 @@ class Engine:
         tokens: torch.Tensor,
         active: torch.Tensor,
         limits: torch.Tensor,
-        cache: KVCache,
+        cache: Cache,
         longest: int,
         live: int,
         sampler: SamplerArguments,
-    ) -> tuple[Sampled, KVCache]:
+    ) -> tuple[Sampled, Cache]:
         """The tokens that follow one more token of each active row, chosen in the same program; see `decode`."""
         assert self.sampled_decode is not None
         step, cache = self._decode_step(tokens, active, limits, cache, longest, live)
         values, counts, choice, stages, vocab = sampler
-        found: tuple[Sampled, KVCache] = self.sampled_decode(
+        found: tuple[Sampled, Cache] = self.sampled_decode(
             binding, step, cache, values, counts, choice, self.config, stages, vocab
         )
         return found
@@ -249,10 +253,10 @@ class Engine:
         tokens: torch.Tensor,
         active: torch.Tensor,
         limits: torch.Tensor,
-        cache: KVCache,
+        cache: Cache,
         longest: int,
         live: int,
-    ) -> tuple[Step, KVCache]:
+    ) -> tuple[Step, Cache]:
         B = tokens.shape[0]
         column = tokens.view(B, 1)
         # A copy: the lengths are donated with the cache.
@@ -282,7 +286,7 @@ class Engine:
         return next(size for size in self.policy.tokens if size >= width)
 
     def planned_prefill(
-        self, chunk: Chunk, cache: KVCache, binding: Binding, all_logits: bool
+        self, chunk: Chunk, cache: Cache, binding: Binding, all_logits: bool
     ) -> tuple[Any, ...]:
         """Abstract arguments of a prefill step."""
         rows, width = len(chunk.rows), chunk.width
@@ -290,11 +294,11 @@ class Engine:
         extent = self.policy.extent(chunk.end, cache.capacity)
         return binding, step, _abstract_rows(cache, rows, extent), self.config
 
-    def planned_decode(self, rows: int, extent: int, cache: KVCache, binding: Binding) -> tuple[Any, ...]:
+    def planned_decode(self, rows: int, extent: int, cache: Cache, binding: Binding) -> tuple[Any, ...]:
         """Abstract arguments of a decode step."""
         return binding, abstract_step(rows, 1), _abstract_rows(cache, rows, extent), self.config
 
-    def abstract_cache(self, binding: Binding, rows: int, capacity: int) -> KVCache:
+    def abstract_cache(self, binding: Binding, rows: int, capacity: int) -> Cache:
         """A cache of abstract tensors, for planning."""
         described = self.cache_spec.abstract(rows, capacity, self.cache_dtype(binding), self.policy.chunk)
         tree = map_leaves(lambda leaf: replace(leaf, device=self.backend.name), described)
@@ -307,22 +311,24 @@ def decode_and_sample(forward: Callable[..., Any]) -> Callable[..., Any]:
     def step_and_sample(
         params: Any,
         step: Step,
-        cache: KVCache,
+        cache: Cache,
         values: SamplerValues,
         counts: Any,
         choice: SamplerStep,
         config: Any,
         stages: Stages,
         vocab: int,
-    ) -> tuple[Sampled, KVCache]:
+    ) -> tuple[Sampled, Cache]:
         logits, cache = forward(params, step, cache, config)
         return sample_step(logits[:, 0], values, counts, choice, stages, vocab), cache
 
     return step_and_sample
 
 
-def place_cache(spec: CacheSpec, chosen: Backend) -> CacheSpec:
-    """The spec with as many slots as the backend's kernels want: whole blocks on an NPU."""
+def place_cache(spec: CacheSpec, chosen: Backend, block_size: int | None) -> CacheSpec:
+    """The spec with as many slots as the backend's kernels want: whole blocks on an NPU; or in pages."""
+    if block_size is not None:
+        return PagedSpec(spec.layers, block_size)
     return spec if chosen.name == "cpu" else BlockedCacheSpec(spec.layers)
 
 
@@ -331,6 +337,5 @@ def trash_slots(policy: Policy, chosen: Backend) -> int:
     return 0 if chosen.name == "cpu" else max(policy.step_tokens, policy.max_batch)
 
 
-def _abstract_rows(cache: KVCache, rows: int, extent: int) -> KVCache:
-    index = Abstract((rows,), torch.int64)
-    return replace(cache, rows=index, lengths=index, extent=extent)
+def _abstract_rows(cache: Cache, rows: int, extent: int) -> Cache:
+    return cache.abstract_part(rows).with_extent(extent)

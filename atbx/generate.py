@@ -14,9 +14,8 @@ from atbx.core.binding import Binding
 from atbx.core.errors import DTypeError, OptionError
 from atbx.core.jit import Explanation, Jit, Planned
 from atbx.core.variants import CacheInfo
-from atbx.engine import Engine
+from atbx.engine import Cache, Engine
 from atbx.memory import MemoryNeeds, refuse_if_too_large
-from atbx.ops.kv_cache import KVCache
 from atbx.options import Options
 from atbx.prompts import read_prompts
 from atbx.results import Event, Generation, Score
@@ -79,6 +78,7 @@ class Generator:
         fallback: str | None = None,
         variants: int = 512,
         memory_limit: int | None = None,
+        block_size: int | None = None,
     ) -> None:
         _check_setup(config, policy, dtype, memory_limit)
         self.config, self.text = config, text
@@ -94,6 +94,7 @@ class Generator:
             numerics=numerics,
             fallback=fallback,
             variants=variants,
+            block_size=block_size,
         )
         self.sampler = SamplerPrograms(self.engine.policy, device=self.engine.backend, capacity=variants)
         self.scorer = Scorer(self.engine.policy, device=self.engine.backend, capacity=variants)
@@ -239,7 +240,7 @@ class Generator:
             self._explain_decode(batch, extent, cache, binding),
         )
 
-    def _explain_decode(self, batch: int, extent: int, cache: KVCache, binding: Binding) -> Explanation:
+    def _explain_decode(self, batch: int, extent: int, cache: Cache, binding: Binding) -> Explanation:
         """The decode step; on an NPU with the greedy choice of the token, which is part of it."""
         engine = self.engine
         step = engine.planned_decode(batch, extent, cache, binding)

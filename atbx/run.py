@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from atbx.core.binding import Binding
 from atbx.core.errors import AtbxError
-from atbx.ops.kv_cache import KVCache
+from atbx.ops.kv_cache import KVCache, PagedCache, reserve
 from atbx.options import Options
 from atbx.results import Event, Generation, TokenLogprobs
 from atbx.sampler import SamplerRun
@@ -63,7 +63,7 @@ class Run:
         pool = self._engine.pool(binding)
         owner.refuse_if_too_large(binding, *self._shape)
         self._arena = pool.take(*self._shape)
-        self._cache: KVCache | None = None
+        self._cache: KVCache | PagedCache | None = None
         self._is_open = True
 
     def _row(self, prompt: list[int], limit: int) -> Row:
@@ -124,7 +124,8 @@ class Run:
         """Fill the cache with the prompts; logits [B,V] of each row's last token."""
         engine, policy = self._engine, self._engine.policy
         prompts = [row.prompt for row in self.rows]
-        cache = engine.open_cache(self._arena, len(prompts), self._shape[1])
+        opened: Any = engine.open_cache(self._arena, len(prompts), self._shape[1])
+        cache = reserve(opened, self._limits)
         wants_all = self._options.prompt_logprobs is not None
         last: list[torch.Tensor | None] = [None] * len(prompts)
         width = policy.score_chunk if wants_all else None
@@ -207,13 +208,15 @@ class Run:
         # Rows and lengths made anew: a step plans by them on the host, and reading what the last step handed back
         # would wait for the device once more.
         lengths = torch.tensor([row.filled for row in self.rows], dtype=torch.int64)
-        cache = replace(self._cache, rows=torch.arange(len(self.rows)), lengths=lengths)
+        cache = self._cache.part(range(len(self.rows)), lengths)
         engine = self._engine
         given = self._binding, tokens, counts, self._limits, cache, longest, sum(active)
         if engine.sampled_decode is not None:
-            sampled, self._cache = engine.decode_sampled(*given, self.sampler.arguments(active))
+            sampled, stepped = engine.decode_sampled(*given, self.sampler.arguments(active))
+            self._cache = replace(self._cache, arena=stepped.arena)
             return self.sampler.take(sampled)
-        logits, self._cache = engine.decode(*given)
+        logits, stepped = engine.decode(*given)
+        self._cache = replace(self._cache, arena=stepped.arena)
         return self.sampler.step(logits, active)
 
     def result(self) -> Generation:

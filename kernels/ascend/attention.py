@@ -505,7 +505,7 @@ ROWS = (
         ),
         evidence=("schema", "document"),
         tier="composed",
-        launches=lambda equation: 6 + 2 * (equation.operands[0].shape[2] != equation.operands[1].shape[2]),
+        launches=7,
         plan=MASKED,
         calls={
             "npu::npu_prompt_flash_attention": (

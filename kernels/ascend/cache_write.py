@@ -64,7 +64,8 @@ def _table(cos: torch.Tensor, sin: torch.Tensor, form: str, style: str, dtype: t
     """cos and sin [B,T,dims/2] in the form that an operator takes.
 
     "rows": one row [dims] a token, cos then sin, and positions that number the rows. "full": cos and sin [1,N,1,dims],
-    every angle twice, in the order of the channels it turns. "fp32": cos and sin [N, dims/2] unrounded.
+    every angle twice, in the order of the channels it turns; "full fp32": the same unrounded. "fp32": cos and sin
+    [N, dims/2] unrounded.
     """
     cos, sin = cos.flatten(0, 1), sin.flatten(0, 1)
     if form == "fp32":
@@ -72,9 +73,11 @@ def _table(cos: torch.Tensor, sin: torch.Tensor, form: str, style: str, dtype: t
     if form == "rows":
         return {"table": torch.cat([cos, sin], dim=-1).to(dtype), "order": torch.arange(cos.shape[0])}
 
+    to = torch.float32 if form == "full fp32" else dtype
+
     def full(x: torch.Tensor) -> torch.Tensor:
         twice = torch.cat([x, x], dim=-1) if style == "half" else x.repeat_interleave(2, dim=-1)
-        return twice.to(dtype).view(1, x.shape[0], 1, -1)
+        return twice.to(to).view(1, x.shape[0], 1, -1)
 
     return {"cos": full(cos), "sin": full(sin)}
 
@@ -144,6 +147,40 @@ def _rotary_mul(style: str, head_size: int) -> Rotate:
     return rotate
 
 
+def _apply_rotary(style: str, head_size: int) -> Rotate:
+    """q [N, H*D] and k [N, K*D] in place, in one launch."""
+
+    def rotate(q: torch.Tensor, k: torch.Tensor, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        heads = [x.view(1, x.shape[0], -1, head_size) for x in (q, k)]
+        # The default layout differs between releases of torch_npu.
+        torch.ops.npu.npu_apply_rotary_pos_emb(*heads, plan["cos"], plan["sin"], "BSND", MODES[style])
+        return q, k
+
+    return rotate
+
+
+def _rotary_by_parts(style: str, head_size: int) -> Rotate:
+    """q [N, H*D] and k [N, K*D] by plain arithmetic in FP32; channels past the table's pass."""
+
+    def turn(x: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+        heads = x.reshape(1, x.shape[0], -1, head_size)
+        dims = plan["cos"].shape[-1]
+        part = heads[..., :dims].float()
+        if style == "half":
+            crossed = torch.cat([-part[..., dims // 2 :], part[..., : dims // 2]], dim=-1)
+        else:
+            crossed = torch.stack([-part[..., 1::2], part[..., 0::2]], dim=-1).flatten(-2)
+        turned = (part * plan["cos"] + crossed * plan["sin"]).to(x.dtype)
+        if dims != head_size:
+            turned = torch.cat([turned, heads[..., dims:]], dim=-1)
+        return turned.reshape(x.shape[0], -1)
+
+    def rotate(q: torch.Tensor, k: torch.Tensor, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        return turn(q, plan), turn(k, plan)
+
+    return rotate
+
+
 def _scatter_pages(keys: Any, values: Any, k_slots: Any, v_slots: Any, slots: Any) -> None:
     """Write keys and values [N, K, D] to unique slots of blocks [blocks, block, K, D]."""
     # Its default mode is NZ, which would scramble a plain cache without a word.
@@ -200,10 +237,16 @@ def _qkv_write(
     return run
 
 
-def _qkv_launches(base: int, per_row: int, equation: Equation) -> int:
+def _qkv_launches(base: int, per_row: int, is_copied: bool, equation: Equation) -> int:
+    """base launches at one row, and per_row copies of slices of the projection at more.
+
+    is_copied: q and k are among those copies; otherwise a norm of them copies its slice first.
+    """
     B, T = map(int, equation.operands[0].shape[:2])
     norms = sum(equation.operands[i] is not None for i in (1, 2))
-    return base + (per_row + norms if B * T > 1 else 0) + norms
+    if B * T == 1:
+        return base + norms
+    return base + norms + per_row + (0 if is_copied else norms)
 
 
 def _kv_write(equation: Equation, scatter: Scatter) -> Callable[..., Any]:
@@ -242,6 +285,17 @@ def _refuses_mrope_size(equation: Equation) -> str | None:
     return f"head size {size} is no multiple of 32" if size % 32 else None
 
 
+def _refuses_apply_rotary(equation: Equation) -> str | None:
+    size = _head_size(equation)
+    dims = 2 * int(equation.operands[3 if equation.op.name == "qkv_rotary_write" else 2].shape[2])
+    if size not in (64, 128):
+        return f"head size {size} is neither 64 nor 128"
+    if dims != size:
+        return f"only {dims} of {size} channels turn"
+    style = equation.params["style"]
+    return None if style == "half" else f"it turns halves, not {style} pairs"
+
+
 def _refuses_rotary_mul(equation: Equation) -> str | None:
     size = _head_size(equation)
     operands = equation.operands
@@ -256,6 +310,7 @@ def _refuses_rotary_mul(equation: Equation) -> str | None:
 
 
 MROPE_SIZE = Limit("mrope_head_size_32", _refuses_mrope_size, "facts, top: npu_mrope")
+APPLY_ROTARY = Limit("apply_rotary", _refuses_apply_rotary, "facts 1.5")
 ROTARY_MUL = Limit("rotary_mul_sizes", _refuses_rotary_mul, "facts 1.5")
 
 _MROPE_CALL = {
@@ -270,6 +325,7 @@ _MROPE_CALL = {
     )
 }
 _ROTARY_MUL_CALL = {"npu::npu_rotary_mul": ("input", "r1", "r2", "rotary_mode")}
+_APPLY_CALL = {"npu::npu_apply_rotary_pos_emb": ("query", "key", "cos", "sin", "layout", "rotary_mode")}
 _PAGES_CALL = {
     "npu::npu_scatter_pa_kv_cache": (
         "key",
@@ -304,7 +360,7 @@ STOCK = (
         layout="cache [blocks, block, K, D]",
         limits=(MROPE_SIZE,),
         evidence=("schema", "op-plugin check", "document"),
-        launches=partial(_qkv_launches, 2, 1),
+        launches=partial(_qkv_launches, 2, 1, False),
         plan=_qkv_host("rows"),
         calls={**_MROPE_CALL, **_PAGES_CALL},
     ),
@@ -319,23 +375,52 @@ STOCK = (
         limits=(ROTARY_MUL,),
         evidence=("schema", "document", "upstream golden"),
         tier="composed",
-        launches=partial(_qkv_launches, 3, 3),
+        launches=partial(_qkv_launches, 3, 3, True),
         plan=_qkv_host("full"),
         calls={**_ROTARY_MUL_CALL, **_PAGES_CALL},
+    ),
+    Capability(
+        "qkv_rotary_write",
+        "npu.apply_rotary+scatter_nd",
+        ("npu::npu_apply_rotary_pos_emb", "npu::npu_scatter_nd_update_"),
+        partial(_qkv_write, rotary=_apply_rotary, scatter=_scatter_nd, contiguous=True),
+        families=("310P",),
+        dtypes=(torch.float16,),
+        layout="cache [slots, K*D]",
+        limits=(APPLY_ROTARY,),
+        # Its page does not list 310P. op-plugin calls aclnn there; npu_rotary_mul is an aclop, which no graph takes.
+        evidence=("schema", "op-plugin check"),
+        launches=partial(_qkv_launches, 3, 3, True),
+        plan=_qkv_host("full"),
+        calls={**_APPLY_CALL, **_ND_CALL},
     ),
     Capability(
         "qkv_rotary_write",
         "npu.rotary_mul+scatter_nd",
         ("npu::npu_rotary_mul", "npu::npu_scatter_nd_update_"),
         partial(_qkv_write, rotary=_rotary_mul, scatter=_scatter_nd, contiguous=True),
+        families=("A2", "A3"),
         dtypes=FLOATS,
         layout="cache [slots, K*D]",
         limits=(ROTARY_MUL,),
         evidence=("schema", "document", "upstream golden"),
         tier="composed",
-        launches=partial(_qkv_launches, 4, 3),
+        launches=partial(_qkv_launches, 4, 3, True),
         plan=_qkv_host("full"),
         calls={**_ROTARY_MUL_CALL, **_ND_CALL},
+    ),
+    Capability(
+        "qkv_rotary_write",
+        "composed.rotary+scatter_nd",
+        ("aten::mul", "aten::cat", "npu::npu_scatter_nd_update_"),
+        partial(_qkv_write, rotary=_rotary_by_parts, scatter=_scatter_nd, contiguous=False),
+        dtypes=FLOATS,
+        layout="cache [slots, K*D]",
+        evidence=("own", "schema", "document"),
+        tier="composed",
+        launches=partial(_qkv_launches, 16, 1, False),
+        plan=_qkv_host("full fp32"),
+        calls=_ND_CALL,
     ),
 )
 
@@ -358,11 +443,22 @@ ROWS = (
         "npu.rotary_mul",
         ("npu::npu_rotary_mul",),
         partial(_rotary, rotary=_rotary_mul),
+        families=("A2", "A3"),
         limits=(ROTARY_MUL,),
         evidence=("schema", "document", "upstream golden"),
         launches=2,
         plan=_rotary_host("full"),
         calls=_ROTARY_MUL_CALL,
+    ),
+    Capability(
+        "rotary",
+        "composed.rotary",
+        ("aten::mul", "aten::cat"),
+        partial(_rotary, rotary=_rotary_by_parts),
+        evidence=("own",),
+        tier="composed",
+        launches=14,
+        plan=_rotary_host("full fp32"),
     ),
     Capability(
         "kv_write",

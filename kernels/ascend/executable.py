@@ -230,9 +230,12 @@ class AscendExecutable:
         with device.lock, device.launching():
             self._send(example)
             device.capture_stream.wait_stream(device.npu.current_stream())
-            with device.npu.stream(device.capture_stream):
-                self._launch(given, example.plans)
-            device.npu.synchronize(device.device)
+            try:
+                with device.npu.stream(device.capture_stream):
+                    self._launch(given, example.plans)
+            finally:
+                # Also where a launch was refused: what was launched before it reads buffers that would be freed.
+                device.npu.synchronize(device.device)
             graph, lengths = device.npu.NPUGraph(), LengthUpdates(device)
             with device.npu.graph(
                 graph, pool=device.pool, stream=device.capture_stream, capture_error_mode="thread_local"

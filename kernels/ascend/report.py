@@ -311,7 +311,7 @@ def launched(choice: Choice, row: Capability | None) -> tuple[str, ...] | None:
     if equation.op.name == "linear" and len(row.operators) == 2:
         plain, biased = row.operators
         return (plain if equation.inputs[2] == Literal(None) else biased,)
-    if equation.op.name == "qkv_rotary_write" and launches > 1:
+    if equation.op.name == "qkv_rotary_write" and len(row.operators) == 2:
         names = _qkv_launched(equation, *row.operators)
     elif len(row.operators) == 1 and row.operators[0] in _ONCE_AN_OPERAND:
         names = row.operators * launches
@@ -334,7 +334,7 @@ def _qkv_launched(equation: Equation, rotary: str, write: str) -> tuple[str, ...
     for norm in equation.inputs[1:3]:
         if norm != Literal(None):
             names += [_COPY] * (is_strided and takes_strides) + ["npu::npu_rms_norm"]
-    names += [rotary] * (1 if takes_strides else 2)
+    names += [rotary] * (2 if rotary == "npu::npu_rotary_mul" else 1)
     names += [_COPY] * is_strided
     names += [write] * (2 if write == "npu::npu_scatter_nd_update_" else 1)
     return tuple(names)

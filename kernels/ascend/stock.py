@@ -52,7 +52,6 @@ ONE_LAUNCH = (
     "logsumexp",
     "softmax",
     "cumsum",
-    "argmax",
 )
 
 SEVERAL = {
@@ -61,7 +60,8 @@ SEVERAL = {
     "penalize": 12,
     "bias_logits": 5,
     "suppress": 8,
-    "is_unusable": 4,
+    "argmax": 8,
+    "is_unusable": 5,
     "token_logprobs": 4,
     "rotary_angles": 7,
     "uniform": 60,
