@@ -110,6 +110,14 @@ class SoftwareNpu:
             raise ValueError("inject: code 0 is success")
         self._boundary.inject(kernel, code, message, when == "execution", times)
 
+    def set_stream_budget(self, streams: int) -> None:
+        """Change how many streams captured graphs may take together (one a captured stream, one a task group)."""
+        self._boundary.configure(self.chip, self.cann, self.devices, self.memory_limit, streams)
+
+    def set_memory_limit(self, limit: int) -> None:
+        """Change how many bytes a device has; what is taken already stays taken."""
+        self._boundary.configure(self.chip, self.cann, self.devices, limit, self.streams)
+
     def memory_used(self, index: int = 0) -> int:
         """Bytes of device memory taken, the caching allocator's reserve included."""
         return self._boundary.used(index)
