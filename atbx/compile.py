@@ -31,7 +31,7 @@ def backend(device: str | Backend = "cpu") -> Backend:
     """
     if isinstance(device, Backend):
         return device
-    kind, _, index = device.partition(":")
+    kind, _, index = str(device).partition(":")
     if device == "cpu":
         return cpu.backend()
     if kind == "npu" and (not index or index.isdigit()):

@@ -256,7 +256,7 @@ def generator(config: Any = CONFIG, **options: Any) -> Callable[[], Any]:
     ("dtype-integer", generator(dtype=torch.int8), errors.DTypeError, "^dtype: .*found torch.int8"),
     ("dtype-text", generator(dtype="bfloat16"), errors.DTypeError, "^dtype: .*found 'bfloat16'"),
     ("limit-text", generator(memory_limit="1G"), errors.OptionError, "^memory_limit: .*found '1G'"),
-    ("device", generator(device="npu"), errors.UnsupportedError, "^device: .*found npu"),
+    ("device", generator(device="tpu"), errors.UnsupportedError, "^device: .*found tpu"),
     ("numerics", generator(numerics="strict"), errors.UnsupportedError, "^numerics: .*found strict"),
     (
         "memory",

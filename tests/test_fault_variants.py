@@ -269,7 +269,7 @@ def test_the_host_waits_for_a_step_once(
     stream.close()
     assert reads.waits == 8
     # Both read the sampler's results of the same step, which are there together.
-    assert set(reads.sites) == {"sampler.step", "run._take"}
+    assert set(reads.sites) == {"sampler.take", "run._take"}
     assert reads.sites["run._take"] == 8
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import random_params, small_llama
 
 import atbx
 from atbx.models import llama
 from atbx.schedule import Policy, Request
-from small_models import random_params, small_llama
 
 
 def prompts(*lengths: int) -> list[list[int]]:
