@@ -10,6 +10,7 @@ from atbx.testing.software_npu.rules import (
     activations,
     atb_attention,
     atb_attention_limits,
+    atb_paged_attention,
     attention_infer,
     attention_infer_limits,
     attention_legacy,
@@ -36,7 +37,7 @@ from atbx.testing.software_npu.rules.registry import (
 
 __all__ = [
     "LIMITS", "RULES", "Call", "Limit", "NotModelledError", "Rule", "activations", "atb_attention",
-    "atb_attention_limits", "attention_infer", "attention_infer_limits", "attention_legacy", "cache_write",
-    "cache_write_limits", "chips", "first_refusal", "fused_qkv", "limits_of", "linear", "norms", "quant", "rotary",
-    "sampling",
+    "atb_attention_limits", "atb_paged_attention", "attention_infer", "attention_infer_limits", "attention_legacy",
+    "cache_write", "cache_write_limits", "chips", "first_refusal", "fused_qkv", "limits_of", "linear", "norms",
+    "quant", "rotary", "sampling",
 ]  # fmt: skip

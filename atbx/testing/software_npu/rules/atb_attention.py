@@ -1,11 +1,10 @@
-"""ATB's attention operators: prefill over packed rows, decode over a paged cache, and both at once.
+"""ATB's self-attention operators: prefill over packed rows, and prefill behind a cached prefix.
 
 ATB's conventions differ from those of the npu namespace. Lengths are per sequence everywhere and results go into
 `out`. Masks are ADDED to the scores: in float16 as they are (-10000 or -inf where masked); in bfloat16 the
 self-attention kernels multiply the mask by -3e38 first, so that 1 takes a position away and -10000 does the
-opposite. Paged kernels add a bfloat16 mask as it is. A compressed mask is laid along the diagonal that ends at the
-sequence's last position. Query row i of the paged form is one token of sequence i, whose context length includes
-the token just written.
+opposite (paged kernels add a bfloat16 mask as it is). A compressed mask is laid along the diagonal that ends at the
+sequence's last position.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from atbx.testing.software_npu.rules.registry import NotModelledError, rule
 
 # Kinds of masks, numbered as self-attention numbers them; the paged operators number them otherwise.
 NO_MASK, WHOLE, ALIBI, COMPRESSED, CAUSAL = 0, 1, 2, 3, 9
-PAGED_NO_MASK, PAGED_ALIBI, PAGED_COMPRESSED = 0, 2, 5
 
 BFLOAT16_COEFFICIENT = -3e38
 
@@ -76,12 +74,13 @@ def self_attention_bias(mask: torch.Tensor, values: torch.Tensor) -> torch.Tenso
     return values.float() * (BFLOAT16_COEFFICIENT if mask.dtype == torch.bfloat16 else 1.0)
 
 
-def _rows(packed: torch.Tensor, heads: int) -> torch.Tensor:
+def rows_of(packed: torch.Tensor, heads: int) -> torch.Tensor:
     """Packed rows [T, H, D] of [T, H, D] or [T, H*D]."""
     return packed if packed.dim() == 3 else packed.unflatten(-1, (heads, -1))
 
 
-def _put(out: torch.Tensor, start: int, part: torch.Tensor) -> None:
+def put(out: torch.Tensor, start: int, part: torch.Tensor) -> None:
+    """Rows [T, H, D] into a result [T, H, D] or [T, H*D] from row `start` on."""
     out[start : start + part.shape[0]] = part.reshape(part.shape[0], *out.shape[1:])
 
 
@@ -101,7 +100,7 @@ def _encode(
     if kind not in (NO_MASK, WHOLE, ALIBI, COMPRESSED, CAUSAL):
         raise NotModelledError(f"self-attention mask type {kind} is not modelled")
     kv_heads = kv_heads or heads
-    q, k, v = _rows(query, heads), _rows(key, kv_heads), _rows(value, kv_heads)
+    q, k, v = rows_of(query, heads), rows_of(key, kv_heads), rows_of(value, kv_heads)
     start = 0
     for sequence, length in enumerate(lengths):
         span = slice(start, start + length)
@@ -116,7 +115,7 @@ def _encode(
         elif kind == ALIBI and mask is not None:
             part = mask[sequence if mask.shape[0] > 1 else 0] if mask.dim() == 4 else mask
             bias = part[..., :length, :length].float()
-        _put(out, start, attend(q[span], k[span], v[span], scale, bias=bias)[0])
+        put(out, start, attend(q[span], k[span], v[span], scale, bias=bias)[0])
         start += length
 
 
@@ -213,7 +212,7 @@ def flash_attention_v2(
     return out
 
 
-def _prefix(
+def attend_behind_prefix(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -226,13 +225,13 @@ def _prefix(
     bias_of: object,
 ) -> None:
     """Queries at the end of each sequence over its paged keys; bias_of(first row, tokens, slots) is added."""
-    q = _rows(query, heads)
+    q = rows_of(query, heads)
     start = 0
     for sequence, (tokens, slots) in enumerate(zip(q_lengths, kv_lengths, strict=False)):
         k = gather_blocks(keys, block_table[sequence], slots)
         v = gather_blocks(values, block_table[sequence], slots)
         bias = bias_of(start, tokens, slots) if callable(bias_of) else None
-        _put(out, start, attend(q[start : start + tokens], k, v, scale, bias=bias)[0])
+        put(out, start, attend(q[start : start + tokens], k, v, scale, bias=bias)[0])
         start += tokens
 
 
@@ -259,12 +258,12 @@ def flash_attention_qlens(
     out: torch.Tensor,
 ) -> None:
     """out of packed queries (seq_len rows a sequence) over context_lens cached slots, compressed mask."""
-    keys, values = both_caches(key_cache, value_cache, num_kv_heads, _rows(query, num_heads).shape[-1])
+    keys, values = both_caches(key_cache, value_cache, num_kv_heads, rows_of(query, num_heads).shape[-1])
 
     def bias(first: int, tokens: int, slots: int) -> torch.Tensor:
         return self_attention_bias(mask, along_diagonal(mask, tokens, slots))
 
-    _prefix(
+    attend_behind_prefix(
         query,
         keys,
         values,
@@ -332,7 +331,7 @@ def self_attention_prefix_encoder(
     output: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Queries at the end of each sequence over paged keys; causal unless a compressed mask is named."""
-    size = _rows(query, q_headnum).shape[-1]
+    size = rows_of(query, q_headnum).shape[-1]
     keys, values = both_caches(key, value, kv_headnum, size)
     out = torch.empty_like(query) if output is None else output
     kind = mask_type or "mask_type_causal_mask"
@@ -348,193 +347,5 @@ def self_attention_prefix_encoder(
     else:
         raise NotModelledError(f"npu_self_attention_prefix_encoder with {kind} is not modelled")
     lengths = [int(one) for one in seqlen], [int(one) for one in kv_seqlen]
-    _prefix(query, keys, values, block_tables, *lengths, qk_scale, q_headnum, out, bias)
+    attend_behind_prefix(query, keys, values, block_tables, *lengths, qk_scale, q_headnum, out, bias)
     return out
-
-
-# --- decode and mixed batches over a paged cache ------------------------------------------------------------------
-
-
-def _paged(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    kv_heads: int,
-    heads: int,
-    scale: float,
-    block_table: torch.Tensor,
-    lengths: Sequence[int],
-    out: torch.Tensor,
-    bias_of: object = None,
-) -> None:
-    kv_heads = kv_heads or heads
-    q = _rows(query, heads)
-    keys, values = both_caches(key_cache, value_cache, kv_heads, q.shape[-1])
-    for row in range(q.shape[0]):
-        k = gather_blocks(keys, block_table[row], lengths[row])
-        v = gather_blocks(values, block_table[row], lengths[row])
-        bias = bias_of(row, lengths[row]) if callable(bias_of) else None
-        _put(out, row, attend(q[row : row + 1], k, v, scale, bias=bias)[0])
-
-
-@rule(
-    "atb::_npu_paged_attention",
-    source="op-plugin test_atb_paged_attention.py (fact sheet 1.2.2)",
-    status="upstream golden ran",
-)
-def paged_attention(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    num_kv_heads: int,
-    num_heads: int,
-    scale_value: float,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    workspace: torch.Tensor | None = None,
-) -> None:
-    """out [T, H, Dv] of query [T, H, D], row i over the first context_lens[i] slots of its blocks."""
-    _paged(
-        query,
-        key_cache,
-        value_cache,
-        num_kv_heads,
-        num_heads,
-        scale_value,
-        block_table,
-        context_lens.tolist(),
-        out,
-    )
-
-
-@rule(
-    "atb::_npu_paged_attention_v2",
-    source="op-plugin test_atb_paged_attention_v2.py (mask type 2)",
-    status="upstream golden ran",
-)
-def paged_attention_v2(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    context_lens: Sequence[int],
-    *,
-    value_cache: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
-    num_kv_heads: int = 0,
-    num_heads: int = 0,
-    scale_value: float = 1.0,
-    mask_type: int = PAGED_NO_MASK,
-    workspace: torch.Tensor | None = None,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    """As _npu_paged_attention; mask type 2 adds mask [T, H, 1, S] (or [T, H, S]) to the scores."""
-    if value_cache is None or int(mask_type) not in (PAGED_NO_MASK, PAGED_ALIBI):
-        raise NotModelledError(
-            f"_npu_paged_attention_v2 with mask type {mask_type}, or without values, is not modelled"
-        )
-
-    def alibi(row: int, slots: int) -> torch.Tensor | None:
-        if mask is None or int(mask_type) == PAGED_NO_MASK:
-            return None
-        part = mask[row] if mask.dim() == 4 else mask[row].unsqueeze(1)
-        return part[..., :slots].float()
-
-    lengths = [int(one) for one in context_lens]
-    _paged(
-        query, key_cache, value_cache, num_kv_heads, num_heads, scale_value, block_table, lengths, out, alibi
-    )
-    return out
-
-
-def _splitfuse(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    seq_len: torch.Tensor,
-    kv_heads: int,
-    heads: int,
-    scale: float,
-    out: torch.Tensor,
-    bias_of: object,
-) -> None:
-    keys, values = both_caches(key_cache, value_cache, kv_heads, _rows(query, heads).shape[-1])
-    lengths = seq_len.tolist(), context_lens.tolist()
-    _prefix(query, keys, values, block_table, *lengths, scale, heads, out, bias_of)
-
-
-@rule(
-    "atb::_npu_paged_attention_splitfuse",
-    source="op-plugin test_atb_paged_attention_splitfuse.py (fact sheet 1.2.2)",
-    status="upstream golden ran",
-)
-def paged_attention_splitfuse(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    mask: torch.Tensor,
-    seq_len: torch.Tensor,
-    num_kv_heads: int,
-    num_heads: int,
-    scale_value: float,
-    out: torch.Tensor,
-) -> None:
-    """out of packed queries (seq_len rows a sequence) over context_lens cached slots.
-
-    mask [T, S]: one row for each packed query row, added as it is in both dtypes (-10000 where masked).
-    """
-
-    def rows_of_mask(first: int, tokens: int, slots: int) -> torch.Tensor:
-        return square(mask)[first : first + tokens, :slots].float()
-
-    _splitfuse(
-        query, key_cache, value_cache, block_table, context_lens, seq_len, num_kv_heads, num_heads, scale_value, out,
-        rows_of_mask,
-    )  # fmt: skip
-
-
-@rule(
-    "atb::_npu_paged_attention_splitfuse_v2",
-    source="op-plugin test_atb_paged_attention_splitfuse_v2.py (310P)",
-    status="upstream golden ran",
-)
-def paged_attention_splitfuse_v2(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    mask: torch.Tensor,
-    seq_len: torch.Tensor,
-    num_kv_heads: int,
-    num_heads: int,
-    scale_value: float,
-    *,
-    mask_type: int | None = PAGED_COMPRESSED,
-    out: torch.Tensor,
-) -> None:
-    """As _npu_paged_attention_splitfuse with a compressed float16 mask [2048, 2048] (or its strips)."""
-
-    def diagonal(first: int, tokens: int, slots: int) -> torch.Tensor:
-        return along_diagonal(mask, tokens, slots)
-
-    _splitfuse(
-        query, key_cache, value_cache, block_table, context_lens, seq_len, num_kv_heads, num_heads, scale_value, out,
-        diagonal,
-    )  # fmt: skip
-
-
-@rule(
-    "atb::_npu_paged_attention_get_workspace",
-    "atb::_npu_paged_attention_v2_get_workspace",
-    source="fact sheet 2.3",
-    status="document only",
-)
-def workspace_of_paged_attention(*arguments: object, **named: object) -> None:
-    """A workspace holds no values; its size is torch_npu's own affair."""
-    return None

@@ -88,7 +88,11 @@ def add_rms_norm_cast(
     return narrow.float(), narrow, rstd, total
 
 
-@rule("npu::npu_rms_norm_quant", source="op-plugin page npu_rms_norm_quant", status="document only")
+@rule(
+    "npu::npu_rms_norm_quant",
+    source="op-plugin page npu_rms_norm_quant multiplies by scale; its test's golden, skipped upstream, divides",
+    status="disputed",
+)
 def rms_norm_quant(
     x: torch.Tensor,
     gamma: torch.Tensor,
