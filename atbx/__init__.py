@@ -29,6 +29,7 @@ _PUBLIC = {
     "jit": "atbx.compile",
     "eval_shape": "atbx.compile",
     "reference": "atbx.compile",
+    "compare": "atbx.comparison",
     "define_op": "atbx.ops.define",
     "generator": "atbx.generate",
     "Generator": "atbx.generate",
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from atbx import kernels as kernels
     from atbx import models as models
     from atbx import ops as ops
+    from atbx.comparison import compare as compare
     from atbx.compile import bind as bind
     from atbx.compile import eval_shape as eval_shape
     from atbx.compile import jit as jit

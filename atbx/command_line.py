@@ -180,6 +180,48 @@ def _profile(command: argparse.ArgumentParser) -> None:
     arguments.add_json(command)
 
 
+def _compare(command: argparse.ArgumentParser) -> None:
+    arguments.add_model(command)
+    command.add_argument(
+        "--against",
+        choices=("reference", "cpu"),
+        help="what the ops mean, or the CPU's kernels (default: reference; with --swap: cpu)",
+    )
+    command.add_argument(
+        "--swap",
+        type=arguments.names,
+        metavar="GROUP,...",
+        help="run only these by the device's kernels, the rest by the CPU's: "
+        "attention, mlp, norm, embedding, head, other",
+    )
+    command.add_argument(
+        "--tokens", type=arguments.positive, default=16, metavar="N", help="random tokens (default: 16)"
+    )
+    command.add_argument("--prompt-ids", type=arguments.ids, metavar="1,2,3", help="these tokens instead")
+    command.add_argument(
+        "--end-to-end", action="store_true", help="let errors accumulate from kernel to kernel"
+    )
+    arguments.add_runtime(command)
+    arguments.add_software(command)
+    arguments.add_json(command)
+
+
+def _selftest(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--device", default="npu", help="default: %(default)s")
+    command.add_argument("--model", metavar="MODEL", help="run this model too, against the CPU")
+    command.add_argument(
+        "--output",
+        metavar="REPORT.json",
+        help="where the report is written (default: atbx-selftest-DEVICE.json)",
+    )
+    command.add_argument(
+        "--only", type=arguments.names, metavar="PART,...", help="rows, graphs, lengths, model, buckets, speed"
+    )
+    arguments.add_threads(command)
+    arguments.add_software(command)
+    arguments.add_json(command)
+
+
 _COMMANDS: dict[str, tuple[Any, str, str | None]] = {
     "demo": (
         _demo,
@@ -229,6 +271,21 @@ _COMMANDS: dict[str, tuple[Any, str, str | None]] = {
         "Random prompts of P tokens, N new tokens, end tokens ignored, one warm call first. Times are of every\n"
         "equation: the host's on a CPU, the device's own on an NPU, where steps run eagerly for it. Rates are by the\n"
         "ops' cost rules. Write a trace before a change (--output), and print it beside the new one (--compare).",
+    ),
+    "compare": (
+        _compare,
+        "judge every kernel of a model's steps against what its op means, or swap groups of ops in",
+        "A prefill of N - 1 tokens and a decode step. Every equation runs by the device's kernel on inputs recorded\n"
+        "from a run by reference rules; error, scale and tolerance are printed for each, a summary by module, and the\n"
+        "first past its tolerance. With --swap only the named groups run on the device, and the table says what each\n"
+        "does to the logits. Exit code 1 where something is past its tolerance.",
+    ),
+    "selftest": (
+        _selftest,
+        "check an installation: every kernel for this chip, graphs, a model, and a report for bug reports",
+        "Runs every row of the capability table that serves this chip against its op's reference rule, capture and\n"
+        "replay against eager runs, lengths by update against lengths by mask, a model against FP64, the same tokens\n"
+        "in several buckets, and a speed table. Writes a JSON report. Exit code 1 unless everything passed.",
     ),
 }
 

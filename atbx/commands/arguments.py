@@ -38,6 +38,14 @@ def ids(text: str) -> list[int]:
     return _numbers(text, 0, "token ids such as 1,2,3")
 
 
+def names(text: str) -> list[str]:
+    """Names with commas between them."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise argparse.ArgumentTypeError(f"expected names with commas between them, found {text!r}")
+    return parts
+
+
 def lengths(text: str) -> list[int]:
     """Lengths with commas between them."""
     return _numbers(text, 1, "lengths of 1 or more such as 5,17,300")
@@ -96,6 +104,16 @@ def add_npu(command: argparse.ArgumentParser) -> None:
         "--lengths", choices=("update", "mask"), help="how graphs are told lengths (default: update)"
     )
     group.add_argument("--eager", action="store_true", help="launch every kernel in every step, no graphs")
+
+
+def add_software(command: argparse.ArgumentParser) -> None:
+    """--software, --chip, --cann: an NPU played in software."""
+    group = command.add_argument_group("with --device npu")
+    group.add_argument(
+        "--software", action="store_true", help="on the software device: no NPU, no CANN; times mean nothing"
+    )
+    group.add_argument("--chip", metavar="NAME", help="play it, with --software (default: Ascend910B3)")
+    group.add_argument("--cann", metavar="V", help="play this release, with --software")
 
 
 def add_prompts(command: argparse.ArgumentParser) -> None:
