@@ -91,7 +91,9 @@ CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sort": lambda x: x.sort(descending=True).values,
     "cumsum": lambda x: x.cumsum(1),
     "matmul": lambda x: x @ x.transpose(1, 2),
-    "linear": lambda x: torch.nn.functional.linear(x, torch.ones(5, 4, device=x.device), torch.ones(5, device=x.device)),
+    "linear": lambda x: torch.nn.functional.linear(
+        x, torch.ones(5, 4, device=x.device), torch.ones(5, device=x.device)
+    ),
     "einsum": lambda x: torch.einsum("bij,bkj->bik", x, x),
     "embedding": lambda x: torch.nn.functional.embedding(torch.tensor([1, 0], device=x.device), x[0]),
     "layer_norm": lambda x: torch.nn.functional.layer_norm(x, (4,)),

@@ -259,17 +259,23 @@ class Kernels:
                 self._settle(device)
 
     def restart_queues(self, devices: int) -> None:
-        """Start torch_npu's queues again where a failure stopped them."""
+        """Start torch_npu's queues again where a failure stopped them.
+
+        Raises:
+            RuntimeError: the queue's thread had ended already; only another process helps then.
+        """
         if not self._npu.npu.is_initialized():
             return
         for device in range(devices):
             with self._npu.npu.device(device):
-                try:
-                    alive = self.boundary.is_queue_alive(lambda: self._settle(device))  # noqa: B023
-                except RuntimeError:  # a failure that nobody was told of yet
-                    alive = False
-                if not alive:
-                    self._npu._C._npu_restart_device(device)
+                if self.boundary.answers_within(10):
+                    continue
+                self._npu._C._npu_restart_device(device)
+                if not self.boundary.answers_within(10):
+                    raise RuntimeError(
+                        f"the thread of torch_npu's task queue of npu:{device} ended after a failure, as on an NPU; "
+                        "run what makes it fail in a process of its own, or with TASK_QUEUE_ENABLE=0"
+                    )
 
     def _execute_dynamic(self, plan: Plan, args: tuple, kwargs: dict, device: int, stream: int) -> Any:
         """Operators whose result's shape depends on values: computed at once, as the device must too."""
