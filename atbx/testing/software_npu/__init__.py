@@ -19,7 +19,7 @@ from atbx.testing.software_npu.building import standin_folder, wheel_folder
 from atbx.testing.software_npu.device import Counts, SoftwareNpu
 from atbx.testing.software_npu.kernels import Kernels
 
-__all__ = ["CHIPS", "Counts", "SoftwareNpu", "software_npu"]
+__all__ = ["CHIPS", "Counts", "SoftwareNpu", "current", "software_npu"]
 
 CHIPS = (
     "Ascend910B1",
@@ -78,12 +78,27 @@ def software_npu(
     boundary, kernels = _process["boundary"], _process["kernels"]
     boundary.configure(chip, cann, devices, limit, budget)
     boundary.reset()
-    _process["entered"] = kernels.active = True
+    kernels.active = True
+    _process["entered"] = SoftwareNpu(boundary, kernels, chip, cann, devices, limit, budget)
     try:
-        yield SoftwareNpu(boundary, kernels, chip, cann, devices, limit, budget)
+        yield _process["entered"]
     finally:
         boundary.run_device(-1)
-        _process["entered"] = False
+        _process["entered"] = None
+
+
+def current() -> SoftwareNpu:
+    """The software NPU that this process is on.
+
+    Raises:
+        AtbxError: there is none.
+    """
+    device = _process.get("entered")
+    if device is None:
+        raise AtbxError(
+            "no software NPU is entered in this process", hint="with software_npu() as device: ..."
+        )
+    return device
 
 
 def _start(first: dict[str, Any], memory_limit: int, streams: int) -> None:
@@ -104,4 +119,4 @@ def _start(first: dict[str, Any], memory_limit: int, streams: int) -> None:
     kernels = Kernels(boundary, torch_npu)
     kernels.chip, kernels.cann = first["chip"], first["cann"]
     kernels.install()
-    _process.update(boundary=boundary, kernels=kernels, first=first, entered=False)
+    _process.update(boundary=boundary, kernels=kernels, first=first, entered=None)
