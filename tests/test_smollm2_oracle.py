@@ -19,7 +19,8 @@ from atbx.models import llama
 from atbx.schedule import Policy
 
 transformers = pytest.importorskip("transformers")
-pytestmark = [pytest.mark.oracle, pytest.mark.weights]
+# The FP64 runs take minutes on a machine without wide vector units.
+pytestmark = [pytest.mark.oracle, pytest.mark.weights, pytest.mark.timeout(2400)]
 
 LENGTHS = (1, 2, 5, 17, 33, 64, 100, 150, 200, 256, 333, 400)
 NEW = 64

@@ -15,7 +15,7 @@ from atbx.kernels import ascend
 from atbx.models import llama
 from atbx.schedule import Policy
 
-pytestmark = pytest.mark.usefixtures("npu")
+pytestmark = [pytest.mark.usefixtures("npu"), pytest.mark.every_chip]
 
 PROMPTS = [[5, 9, 3, 22, 41, 7, 8], [1, 2], list(range(1, 40)), [60]]
 
