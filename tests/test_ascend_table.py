@@ -161,3 +161,15 @@ def test_mask_form_needs_no_length_from_the_host() -> None:
     step = explain("Ascend910B3", torch.bfloat16, lengths="mask")
     (attention,) = {c.kernel.name for c in step.choices if c.equation.op.name == "attention"}
     assert attention == "npu.fia_v2_masked"
+
+
+@pytest.mark.parametrize("width", [360, 256])
+def test_weights_that_do_not_divide_into_nz_blocks_stay_plain(width: int) -> None:
+    config = replace(CONFIG, ff=width)
+    generate = atbx.generator(llama.forward, config, device=ascend.backend("Ascend910B3"))
+    _, decode = generate.explain(llama.abstract(config, torch.bfloat16))
+    found = {c.equation.operands[1].shape: c for c in decode.choices if c.equation.op.name == "linear"}
+    down = found[(256, width)]
+    assert down.kernel.name == ("aclnn.mm_nz" if width % 16 == 0 else "aclnn.mm")
+    if width % 16:
+        assert "360 is no multiple" in down.refused[0].reason
