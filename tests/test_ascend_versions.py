@@ -33,7 +33,7 @@ def test_releases_of_cann_are_ordered(lower: str, higher: str) -> None:
 
 def test_post_releases_are_newer_than_their_release_and_older_than_the_next() -> None:
     found = ["2.9.0", "2.9.0.post1", "2.9.0.post2", "2.9.0.post10", "2.9.1", "2.10.0", "2.10.0.post4"]
-    assert sorted(found[::-1], key=version_key) == found
+    assert sorted(set(found), key=version_key) == found
     assert version_key("2.9.0.post1+git4c901a4") == version_key("2.9.0.post1")
 
 
