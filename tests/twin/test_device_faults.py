@@ -1,4 +1,4 @@
-"""Faults of the software NPU: documented limits, injected codes, memory that runs out, each in torch_npu's own words."""
+"""Faults of the software NPU in torch_npu's own words: documented limits, injected codes, memory that runs out."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_injecting_nonsense_is_refused(npu: SoftwareNpu) -> None:
 def test_memory_runs_out_at_its_limit(npu: SoftwareNpu) -> None:
     npu.set_memory_limit(npu.memory_used() + (64 << 20))
     try:
-        with pytest.raises(torch.OutOfMemoryError, match="out of memory. Tried to allocate 25[68].00 MiB"):
+        with pytest.raises(torch.OutOfMemoryError, match=r"out of memory\. Tried to allocate 25[68].00 MiB"):
             torch.empty(256 << 20, dtype=torch.uint8, device="npu")
         small = torch.empty(32 << 20, dtype=torch.uint8, device="npu")
         assert small.numel() == 32 << 20

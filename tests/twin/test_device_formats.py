@@ -1,4 +1,4 @@
-"""Storage formats of the software NPU: NZ changes the bytes, whole tensors read back, parts read as the device would."""
+"""Storage formats of the software NPU: NZ changes the bytes; whole tensors read back, parts as the device reads."""
 
 from __future__ import annotations
 

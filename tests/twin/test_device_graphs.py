@@ -200,8 +200,12 @@ def test_a_task_group_of_other_kernels_is_refused() -> None:
     stream.synchronize()
     graph.replay()
     assert y.cpu().tolist() == [5.0] * 3
-    with pytest.raises(RuntimeError, match="107040"), torch.npu.stream(stream):
-        torch.npu.graph_task_update_begin(stream, handles[0])
-        torch.sin(x, out=y)
-        torch.npu.graph_task_update_end(stream)
-        torch.npu.synchronize()
+
+    def other_kernel() -> None:
+        with torch.npu.stream(stream):
+            torch.npu.graph_task_update_begin(stream, handles[0])
+            torch.sin(x, out=y)
+            torch.npu.graph_task_update_end(stream)
+
+    with pytest.raises(RuntimeError, match="107040"):
+        other_kernel()

@@ -139,7 +139,7 @@ def test_two_devices_are_two_memories() -> None:
 
 def test_mixing_devices_is_an_error() -> None:
     x, y = torch.ones(2, device="npu:0"), torch.ones(2, device="npu:1")
-    with pytest.raises(RuntimeError, match="same device.*npu:0 and npu:1"):
+    with pytest.raises(RuntimeError, match=r"same device.*npu:0 and npu:1"):
         x + y
     with pytest.raises(RuntimeError, match="same device"):
         torch.cat([x, y])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -104,17 +103,6 @@ class Boundary:
         self._held.standin_probe_begin()
         settle()
         return bool(self._held.standin_probe_arrived())
-
-    def answers_within(self, seconds: float) -> bool:
-        """Whether torch_npu's queue runs what is put into it, without waiting for a queue whose thread ended."""
-        if self._held.standin_probe_begin() != 0:
-            return False
-        end = time.monotonic() + seconds
-        while not self._held.standin_probe_arrived():
-            if time.monotonic() > end:
-                return False
-            time.sleep(0.0005)
-        return True
 
     def refusals(self) -> int:
         """How many calls met the refusal since `arm`, in whichever thread."""

@@ -27,7 +27,8 @@ LIBRARIES = ("hccl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel",
 LOOKED_UP = (
     "aclSetCompileopt", "aclrtGetStreamOverflowSwitch", "aclrtHostRegister", "aclrtHostUnregister",
     "aclrtSetDeviceSatMode", "aclrtSetOpExecuteTimeOut", "aclrtSetOpWaitTimeout", "aclrtSetStreamFailureMode",
-    "aclrtSetStreamOverflowSwitch", "aclrtSetStreamAttribute", "aclmdlRIDebugJsonPrint", "aclmdlRIDebugPrint", "aclrtCmoAsync",
+    "aclrtSetStreamOverflowSwitch", "aclrtSetStreamAttribute", "aclmdlRIDebugJsonPrint", "aclmdlRIDebugPrint",
+    "aclrtCmoAsync",
     "aclrtSubscribeReport", "aclrtUnSubscribeReport", "aclrtProcessReport",
 )  # fmt: skip
 

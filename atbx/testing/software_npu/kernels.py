@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from atbx.testing.software_npu.boundary import Boundary
 from atbx.testing.software_npu.plans import Plan, is_left_alone
-from atbx.testing.software_npu.views import NZ, nz_view, raw_view
+from atbx.testing.software_npu.views import NZ, NzView, nz_view, raw_view
 
 KERNEL_FAULT = 507015
 RULE_FAULT = 507899
@@ -44,6 +46,7 @@ class Kernels:
         self._steps: dict[int, Callable[[], None]] = {}
         self._numbers = itertools.count(1)
         self._place = _Place()
+        self._devices: set[int] = set()
         self._library: list[Any] = []
         boundary.connect(self._run_step, self._release_step)
 
@@ -196,7 +199,7 @@ class Kernels:
         if plan.returns_values:
             return self._value_now(plan, arguments, stream)
         outputs = plan.new_outputs(result)
-        targets = []
+        targets: list[tuple[torch.Tensor, NzView | None] | None] = []
         for one in outputs:
             if one is None:
                 targets.append(None)
@@ -206,6 +209,7 @@ class Kernels:
                 targets.append((one, None))
                 now = now or not (pinned_copy and one.is_pinned())
         step = plan.step(arguments, formats, targets, written, self.chip, self.cann)
+        self._devices.add(device)
         number = next(self._numbers)
         self._steps[number] = step
         try:
@@ -262,20 +266,25 @@ class Kernels:
         """Start torch_npu's queues again where a failure stopped them.
 
         Raises:
-            RuntimeError: the queue's thread had ended already; only another process helps then.
+            RuntimeError: a queue's thread ended with the failure, which only another process mends.
         """
         if not self._npu.npu.is_initialized():
             return
         for device in range(devices):
             with self._npu.npu.device(device):
-                if self.boundary.answers_within(10):
+                try:
+                    alive = self.boundary.is_queue_alive(lambda: self._settle(device))  # noqa: B023
+                except RuntimeError:  # a failure that nobody was told of yet
+                    alive = False
+                if alive:
                     continue
-                self._npu._C._npu_restart_device(device)
-                if not self.boundary.answers_within(10):
+                time.sleep(0.3)  # its thread may be about to end; one that waits for work is kept
+                if _queue_threads() < len(self._devices):
                     raise RuntimeError(
-                        f"the thread of torch_npu's task queue of npu:{device} ended after a failure, as on an NPU; "
+                        f"the thread of torch_npu's task queue of npu:{device} ended with a failure, as on an NPU; "
                         "run what makes it fail in a process of its own, or with TASK_QUEUE_ENABLE=0"
                     )
+                self._npu._C._npu_restart_device(device)
 
     def _execute_dynamic(self, plan: Plan, args: tuple, kwargs: dict, device: int, stream: int) -> Any:
         """Operators whose result's shape depends on values: computed at once, as the device must too."""
@@ -341,6 +350,11 @@ class Kernels:
 
     def _release_step(self, number: int) -> None:
         self._steps.pop(number, None)
+
+
+def _queue_threads() -> int:
+    """How many threads of torch_npu run a task queue."""
+    return sum(path.read_text().strip() == "acl_thread" for path in Path("/proc/self/task").glob("*/comm"))
 
 
 class DeviceFault(Exception):  # noqa: N818  it is a fault of the device, as its logs call it

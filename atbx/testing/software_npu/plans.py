@@ -126,7 +126,7 @@ class Plan:
 
     def bind(self, args: tuple, kwargs: dict) -> dict[str, Any]:
         """The call's arguments by schema name, defaults filled, in the schema's order."""
-        values = dict(zip(self._names, args))
+        values = dict(zip(self._names, args, strict=False))
         for name in self._names[len(args) :]:
             values[name] = kwargs[name] if name in kwargs else self._defaults.get(name)
         return values
@@ -214,7 +214,7 @@ class Plan:
         if len(self._returns_new) == 1:
             return _leaves(result) if self._returns_new[0] else []
         found: list[torch.Tensor | None] = []
-        for new, one in zip(self._returns_new, result):
+        for new, one in zip(self._returns_new, result, strict=True):
             found.extend(_leaves(one) if new and _leaves(one) else [None])
         return found
 
@@ -273,13 +273,13 @@ class Plan:
             values = _leaves(computed)
         else:
             values = []
-            for new, one in zip(self._returns_new, computed):
+            for new, one in zip(self._returns_new, computed, strict=True):
                 values.extend(_leaves(one) if new and _leaves(one) else [None])
         if len(values) != len(targets):
             raise AssertionError(
                 f"{self.name}: the rule returned {len(values)} tensors, torch_npu {len(targets)}"
             )
-        for value, target in zip(values, targets):
+        for value, target in zip(values, targets, strict=True):
             if target is None or value is None:
                 continue
             view, nz = target

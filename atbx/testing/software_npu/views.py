@@ -70,7 +70,8 @@ class NzView:
         storage = tensor.untyped_storage()
         blocks = (*base[:-2], *block_shape(base[-2], base[-1], tensor.dtype))
         at = _storage_at(storage.data_ptr(), _CPU, storage.nbytes())
-        self._blocks = torch.empty(0, dtype=tensor.dtype).set_(at, 0, (math.prod(blocks),)).view(blocks)
+        flat = torch.empty(0, dtype=tensor.dtype).set_(at, 0, (math.prod(blocks),), (1,))
+        self._blocks = flat.view(blocks)
 
     def read(self) -> torch.Tensor:
         """The tensor's values, in a copy."""
@@ -87,7 +88,8 @@ def nz_view(tensor: torch.Tensor) -> NzView | None:
     """How to read a tensor whose storage is in NZ format; None if it is only a part of that storage."""
     if tensor.dim() < 2 or tensor.storage_offset() != 0:
         return None
-    order = sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis))
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda axis: -int(strides[axis]))
     base = tuple(tensor.shape[axis] for axis in order)
     if not tensor.permute(order).is_contiguous():
         return None

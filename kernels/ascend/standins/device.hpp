@@ -144,9 +144,12 @@ int run_device(int device);                             // device < 0: all devic
 int run_event(Event& event, uint64_t ticket);
 bool is_pending(const Stream* stream);
 
-// --- graphs (graphs.cpp) ---------------------------------------------------------------------------------------
+// --- graphs (graphs.cpp; the first under its own lock, take_stream to open_capture under that of the queues) ---------------------------------------------------------------------------------------
 int run_graph(Graph& graph, Stream* stream);
 int forbid_while_capturing(const char* what, bool of_thread);  // an operation that a capture does not allow
+bool take_stream(Graph& graph);                         // one more stream of the budget; false: none is left
+int no_stream(Graph& graph);                            // the code for that; the capture is lost
+std::shared_ptr<Graph> open_capture(const Graph* graph);  // if it is being captured, else nothing
 void release_steps(const std::vector<Task>& tasks);
 
 // --- memory (memory.cpp) ---------------------------------------------------------------------------------------
