@@ -180,3 +180,16 @@ def test_a_user_function_with_ops_of_its_own(half: torch.dtype) -> None:
     expected = atbx.reference(function, x.double(), w.double(), table.double(), ids)
     torch.testing.assert_close(found[0].double(), expected[0], rtol=0.05, atol=0.01)
     assert torch.equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize("block", [16, 128])
+def test_a_paged_cache_gives_the_tokens_of_the_dense_one(block: int, half: torch.dtype) -> None:
+    config = config_of()
+    params = params_of(config, half)
+    dense = atbx.generator(llama.forward, config, device="npu")
+    paged = atbx.generator(llama.forward, config, device="npu", block_size=block)
+    found = paged(params, PROMPTS, max_new_tokens=8, eos=()).tokens
+    check_greedy(config, params, PROMPTS, found)
+    assert [row[0] for row in found] == [
+        row[0] for row in dense(params, PROMPTS, max_new_tokens=1, eos=()).tokens
+    ]
