@@ -25,6 +25,7 @@ _LLAMA3_CUT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_QWEN2_CUT = _LLAMA3_CUT.replace("{1,3}", "")  # every digit by itself
 _TEKKEN_CUT = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
@@ -48,14 +49,17 @@ class CutRule:
 _GPT2 = CutRule((_GPT2_CUT,))
 _SMOLLM = CutRule((r"\p{N}", _GPT2_CUT))
 _LLAMA3 = CutRule((_LLAMA3_CUT,), whole_words=True, adds_bos=True)
+_QWEN2 = CutRule((_QWEN2_CUT,))
 _DEFAULT = CutRule((r"[\p{P}\$\+<=>\^~\|]+", _GPT2_CUT, r"\p{N}+", r"[0-9][0-9][0-9]"))
 
 CUT_RULES: Mapping[str, CutRule] = {
+    "deepseek-r1-qwen": _QWEN2,
     "default": _DEFAULT,
     "gpt-2": _GPT2,
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
+    "qwen2": _QWEN2,
     "refact": _SMOLLM,
     "smollm": _SMOLLM,
     "starcoder": _SMOLLM,

@@ -1,6 +1,7 @@
-"""The Llama family as pure functions: Llama 2 and 3.x, SmolLM2, TinyLlama, Mistral (with its window).
+"""The Llama block as pure functions: Llama 2 and 3.x, SmolLM2, TinyLlama, Mistral (with its window).
 
-`forward` is written over a parameter tree, a `Step` and a KV cache; `abstract` describes that tree.
+`forward` is written over a parameter tree, a `Step` and a KV cache; `abstract` describes that tree. What other dense
+families add to the block (Qwen's head norms) is a field of the configuration, so that there is one block to read.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ class LlamaConfig:
 
     vocab V, width M, layers L, heads H, kv_heads K, head_size D, ff F (feed-forward width), eps of the norms,
     context (tokens the model was trained for), window (sliding window W, the token itself included; None =
-    full attention), tied (the output projection is the embedding), biases of the projections, activation of
-    the gated feed-forward network ("silu", "gelu" or "gelu_tanh").
+    full attention), full_layers (leading layers that attend to everything although there is a window), tied
+    (the output projection is the embedding), qk_norm (an RMS norm over each head of q and k, before rotary),
+    biases of the projections, activation of the gated feed-forward network ("silu", "gelu" or "gelu_tanh").
     """
 
     vocab: int
@@ -44,11 +46,18 @@ class LlamaConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     activation: str = "silu"
+    qk_norm: bool = False
+    full_layers: int = 0
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"LlamaConfig: heads must be a multiple of kv_heads; found {self.heads} and {self.kv_heads}"
+            )
+        if self.full_layers and (self.window is None or not 0 < self.full_layers < self.layers):
+            raise ValueError(
+                "LlamaConfig: full_layers must leave a layer to the window; found "
+                f"{self.full_layers} of {self.layers} layers and window {self.window}"
             )
 
     @property
@@ -59,7 +68,9 @@ class LlamaConfig:
     @property
     def cache_spec(self) -> CacheSpec:
         """What each layer keeps in the KV cache."""
-        return CacheSpec((LayerCache(self.kv_heads, self.head_size, self.window),) * self.layers)
+        full = LayerCache(self.kv_heads, self.head_size)
+        windowed = LayerCache(self.kv_heads, self.head_size, self.window)
+        return CacheSpec((full,) * self.full_layers + (windowed,) * (self.layers - self.full_layers))
 
 
 def abstract(config: LlamaConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
@@ -84,6 +95,8 @@ def abstract(config: LlamaConfig, dtype: torch.dtype = torch.bfloat16) -> dict[s
         "up": weight(F, M, axes=("ff", "model")),
         "down": weight(M, F, axes=("model", "ff")),
     }
+    if config.qk_norm:
+        layer |= {"q_norm": vector(D, "head", "ones"), "k_norm": vector(D, "head", "ones")}
     if config.qkv_bias:
         layer |= {
             "q_bias": vector(q, "heads", "zeros"),
@@ -131,6 +144,9 @@ def block(
     q = ops.reshape(ops.linear(h, p["q"], p.get("q_bias")), (B, T, config.heads, config.head_size))
     k = ops.reshape(ops.linear(h, p["k"], p.get("k_bias")), (B, T, config.kv_heads, config.head_size))
     v = ops.reshape(ops.linear(h, p["v"], p.get("v_bias")), (B, T, config.kv_heads, config.head_size))
+    if config.qk_norm:
+        q = ops.rms_norm(q, p["q_norm"], eps=config.eps)
+        k = ops.rms_norm(k, p["k_norm"], eps=config.eps)
     q, k = ops.rotary(q, k, step.positions, config.rope, limits=step.limits)
     a, cache = ops.attend(q, k, v, cache, layer=index, counts=step.counts, scale=config.scale)
     a = ops.reshape(a, (B, T, config.heads * config.head_size))

@@ -1,4 +1,4 @@
-"""The configuration of a Llama-family model from the metadata of a GGUF file (architecture "llama").
+"""The configuration of a model with the Llama block from the metadata of a GGUF file (architecture "llama").
 
 The keys are those of the GGUF specification; their meaning is llama.cpp's. What the metadata leaves open (biases,
 tied output, Llama 3's rotary scaling) stands in which tensors there are.
@@ -37,13 +37,34 @@ def config_from_gguf(
         CheckpointError: a key is missing or malformed; names it.
         UnsupportedError: a key or tensor asks for a computation that this family does not have; names it.
     """
+    values = values_of(metadata, ARCHITECTURES, where)
+    window = values.any("attention.sliding_window", 0)
+    config = LlamaConfig(
+        **read_sizes(values, metadata, tensors, read),
+        window=values.count("attention.sliding_window") if window else None,
+    )
+    refuse_rest(values)
+    return config
+
+
+def values_of(metadata: Mapping[str, Any], architectures: tuple[str, ...], where: str) -> Values:
+    """The keys of the file's architecture. Raises UnsupportedError where it is none of `architectures`."""
     whole = Values(metadata, where)
     arch = whole.text("general.architecture")
-    if arch not in ARCHITECTURES:
-        raise whole.unsupported("general.architecture", f"one of {', '.join(ARCHITECTURES)}", arch)
+    if arch not in architectures:
+        raise whole.unsupported("general.architecture", f"one of {', '.join(architectures)}", arch)
     prefix = f"{arch}."
     own = {key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}
-    values = Values(own, where, prefix)
+    return Values(own, where, prefix)
+
+
+def read_sizes(
+    values: Values,
+    metadata: Mapping[str, Any],
+    tensors: Collection[str],
+    read: Callable[[str], torch.Tensor],
+) -> dict[str, Any]:
+    """The fields of a configuration that every family with this block states in the same keys and tensors."""
     layers = values.count("block_count")
     width, heads = values.count("embedding_length"), _per_layer(values, "attention.head_count", layers)
     kv_heads = _per_layer(values, "attention.head_count_kv", layers, heads)
@@ -59,32 +80,33 @@ def config_from_gguf(
         if found != head_size:
             raise values.unsupported(key, f"the head size, {head_size}", found)
     if values.has("attention.scale") and abs(values.number("attention.scale") - head_size**-0.5) > 1e-6:
-        raise values.unsupported("attention.scale", f"1 / sqrt({head_size})", own["attention.scale"])
+        raise values.unsupported("attention.scale", f"1 / sqrt({head_size})", values.any("attention.scale"))
     if not values.flag("attention.causal", True):
         raise values.unsupported("attention.causal", "true", False)
     context = values.count("context_length")
-    window = values.any("attention.sliding_window", 0)
     tokens = metadata.get("tokenizer.ggml.tokens") if not values.has("vocab_size") else None
     vocab = len(tokens) if isinstance(tokens, list) else None
-    config = LlamaConfig(
-        vocab=values.count("vocab_size", vocab),
-        width=width,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_size=head_size,
-        ff=_per_layer(values, "feed_forward_length", layers),
-        rope=_read_rope(values, tensors, read, head_size, context),
-        eps=values.number("attention.layer_norm_rms_epsilon"),
-        context=context,
-        window=values.count("attention.sliding_window") if window else None,
-        tied="output.weight" not in tensors,
-        qkv_bias=any(f"blk.0.attn_{name}.bias" in tensors for name in "qkv"),
-        out_bias="blk.0.attn_output.bias" in tensors,
-        mlp_bias=any(f"blk.0.ffn_{name}.bias" in tensors for name in ("gate", "up", "down")),
-    )
+    return {
+        "vocab": values.count("vocab_size", vocab),
+        "width": width,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_size": head_size,
+        "ff": _per_layer(values, "feed_forward_length", layers),
+        "rope": _read_rope(values, tensors, read, head_size, context),
+        "eps": values.number("attention.layer_norm_rms_epsilon"),
+        "context": context,
+        "tied": "output.weight" not in tensors,
+        "qkv_bias": any(f"blk.0.attn_{name}.bias" in tensors for name in "qkv"),
+        "out_bias": "blk.0.attn_output.bias" in tensors,
+        "mlp_bias": any(f"blk.0.ffn_{name}.bias" in tensors for name in ("gate", "up", "down")),
+    }
+
+
+def refuse_rest(values: Values) -> None:
+    """Raise UnsupportedError for a key that nobody has read."""
     values.refuse_unread(_HARMLESS, re.compile(""))
-    return config
 
 
 def _per_layer(values: Values, key: str, layers: int, default: int | None = None) -> int:
@@ -185,7 +207,7 @@ def _with_table(
         raise UnsupportedError(
             "rope_freqs.weight together with another rotary scaling is not supported",
             where=where,
-            expected="llama.rope.scaling.type none",
+            expected="rope.scaling.type none",
             found=found["scaling"],
         )
     return recovered

@@ -83,50 +83,73 @@ def config_from_hf(description: Mapping[str, Any], where: str = "config.json") -
         UnsupportedError: a key asks for a computation that this family does not have; names it.
     """
     values = Values(description, where)
+    defaults = defaults_of(values, DEFAULTS)
     model_type = values.text("model_type")
-    if model_type not in DEFAULTS:
-        raise values.unsupported("model_type", f"one of {', '.join(DEFAULTS)}", model_type)
-    defaults = DEFAULTS[model_type]
-    width, heads = values.count("hidden_size"), values.count("num_attention_heads")
-    if not values.has("head_dim") and width % heads:
-        raise values.malformed("hidden_size", f"a multiple of num_attention_heads ({heads})", width)
-    head_size = values.count("head_dim", width // heads)
-    # A key that says null asks for as many as heads; an absent one for the model type's own default.
-    absent = heads if "num_key_value_heads" in description else defaults["kv_heads"] or heads
-    kv_heads = values.count("num_key_value_heads", absent)
-    if heads % kv_heads:
-        raise values.malformed("num_key_value_heads", f"a divisor of num_attention_heads ({heads})", kv_heads)
+    sizes = read_sizes(values, defaults)
     window = None
     if model_type == "mistral":
         window = values.any("sliding_window", None if "sliding_window" in description else defaults["window"])
         window = None if window is None else values.count("sliding_window", window)
-    activation = values.text("hidden_act", "silu")
-    if activation not in ACTIVATIONS:
-        raise values.unsupported("hidden_act", f"one of {', '.join(ACTIVATIONS)}", activation)
-    context = values.count("max_position_embeddings", defaults["context"])
     # transformers has these two for llama only; for mistral they fall to refuse_unread.
     attention_bias = model_type == "llama" and values.flag("attention_bias")
     mlp_bias = model_type == "llama" and values.flag("mlp_bias")
     config = LlamaConfig(
-        vocab=values.count("vocab_size"),
-        width=width,
-        layers=values.count("num_hidden_layers"),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_size=head_size,
-        ff=values.count("intermediate_size"),
-        rope=_read_rope(values, head_size, context),
-        eps=values.number("rms_norm_eps", 1e-6),
-        context=context,
-        window=window,
-        tied=values.flag("tie_word_embeddings"),
-        qkv_bias=attention_bias,
-        out_bias=attention_bias,
-        mlp_bias=mlp_bias,
-        activation=ACTIVATIONS[activation],
+        **sizes, window=window, qkv_bias=attention_bias, out_bias=attention_bias, mlp_bias=mlp_bias
     )
-    values.refuse_unread(_HARMLESS, _SUSPICIOUS)
+    refuse_rest(values)
     return config
+
+
+def defaults_of(values: Values, known: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """What is taken for absent keys, by the model type. Raises UnsupportedError for a type that is not `known`."""
+    model_type = values.text("model_type")
+    if model_type not in known:
+        raise values.unsupported("model_type", f"one of {', '.join(known)}", model_type)
+    return known[model_type]
+
+
+def read_sizes(values: Values, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a configuration that every family with this block states in the same keys."""
+    width, heads = values.count("hidden_size"), values.count("num_attention_heads")
+    head_size = _read_head_size(values, width, heads, defaults.get("head_size"))
+    # A key that says null asks for as many as heads; an absent one for the model type's own default.
+    absent = heads if "num_key_value_heads" in values.values else defaults["kv_heads"] or heads
+    kv_heads = values.count("num_key_value_heads", absent)
+    if heads % kv_heads:
+        raise values.malformed("num_key_value_heads", f"a divisor of num_attention_heads ({heads})", kv_heads)
+    activation = values.text("hidden_act", "silu")
+    if activation not in ACTIVATIONS:
+        raise values.unsupported("hidden_act", f"one of {', '.join(ACTIVATIONS)}", activation)
+    context = values.count("max_position_embeddings", defaults["context"])
+    return {
+        "vocab": values.count("vocab_size"),
+        "width": width,
+        "layers": values.count("num_hidden_layers"),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_size": head_size,
+        "ff": values.count("intermediate_size"),
+        "rope": _read_rope(values, head_size, context),
+        "eps": values.number("rms_norm_eps", 1e-6),
+        "context": context,
+        "tied": values.flag("tie_word_embeddings"),
+        "activation": ACTIVATIONS[activation],
+    }
+
+
+def refuse_rest(values: Values) -> None:
+    """Raise UnsupportedError for a key that nobody has read and that may change the computation."""
+    values.refuse_unread(_HARMLESS, _SUSPICIOUS)
+
+
+def _read_head_size(values: Values, width: int, heads: int, default: int | None) -> int:
+    """`default`: what the model type takes where the key is absent; None: the width over the heads."""
+    if default is not None:
+        # transformers refuses null there.
+        return values.count("head_dim") if "head_dim" in values.values else values.count("head_dim", default)
+    if not values.has("head_dim") and width % heads:
+        raise values.malformed("hidden_size", f"a multiple of num_attention_heads ({heads})", width)
+    return values.count("head_dim", width // heads)
 
 
 def _read_rope(values: Values, dims: int, context: int) -> Rope:
@@ -191,27 +214,39 @@ def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
     Raises:
         UnsupportedError: transformers has no model with this combination; names the fields.
     """
+    models = "Llama or Mistral"
+    biased = config.qkv_bias or config.out_bias
+    for field in ("qk_norm", "full_layers"):
+        if getattr(config, field):
+            raise not_in_transformers(models, field, getattr(config, field))
+    if config.window is None:
+        written = write_sizes(config, "llama", "LlamaForCausalLM", models)
+        return written | {"attention_bias": biased, "mlp_bias": config.mlp_bias}
+    if biased or config.mlp_bias:
+        raise not_in_transformers(models, "window", f"{config.window} together with biases")
+    written = write_sizes(config, "mistral", "MistralForCausalLM", models)
+    return written | {"sliding_window": config.window}
 
-    def refuse(what: str, found: object) -> UnsupportedError:
-        return UnsupportedError(
-            "no Llama or Mistral model of transformers computes this", where=f"config.{what}", found=found
-        )
 
+def not_in_transformers(models: str, field: str, found: object) -> UnsupportedError:
+    """The error for a field that none of these models of transformers has."""
+    return UnsupportedError(
+        f"no {models} model of transformers computes this", where=f"config.{field}", found=found
+    )
+
+
+def write_sizes(config: LlamaConfig, model_type: str, architecture: str, models: str) -> dict[str, Any]:
+    """The keys that `read_sizes` reads. Raises UnsupportedError for a rotation that transformers does not have."""
     rope = config.rope
     if rope.style != "half":
-        raise refuse("rope.style", rope.style)
+        raise not_in_transformers(models, "rope.style", rope.style)
     if rope.dims != config.head_size:
-        raise refuse("rope.dims", f"{rope.dims} of {config.head_size} channels")
+        raise not_in_transformers(models, "rope.dims", f"{rope.dims} of {config.head_size} channels")
     if rope.scaling == "dynamic" and rope.original_context != config.context:
-        raise refuse("rope.original_context", f"{rope.original_context}, context {config.context}")
-    biased = config.qkv_bias or config.out_bias
-    model_type = "llama"
-    if config.window is not None:
-        model_type = "mistral"
-        if biased or config.mlp_bias:
-            raise refuse("window", f"{config.window} together with biases")
-    written: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM" if model_type == "llama" else "MistralForCausalLM"],
+        found = f"{rope.original_context}, context {config.context}"
+        raise not_in_transformers(models, "rope.original_context", found)
+    return {
+        "architectures": [architecture],
         "model_type": model_type,
         "vocab_size": config.vocab,
         "hidden_size": config.width,
@@ -227,9 +262,6 @@ def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
         "rope_theta": rope.theta,
         "rope_scaling": _write_rope(rope),
     }
-    if model_type == "mistral":
-        return written | {"sliding_window": config.window}
-    return written | {"attention_bias": biased, "mlp_bias": config.mlp_bias}
 
 
 def _write_rope(rope: Rope) -> dict[str, Any] | None:

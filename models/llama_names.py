@@ -1,4 +1,7 @@
-"""The names of the Llama family's parameters in public checkpoints: Hugging Face, GGUF, and Hugging Face's Flax."""
+"""The names of the Llama block's parameters in public checkpoints: Hugging Face, GGUF, and Hugging Face's Flax.
+
+Families that share the block share the names; only llama.cpp stores the rows of Q and K of "llama" in another order.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,10 @@ from atbx.models.name_map import ROTARY_PAIRS, TRANSPOSED, Foreign, Naming
 _NORMS = (
     ("attn_norm", "input_layernorm", "attn_norm"),
     ("mlp_norm", "post_attention_layernorm", "ffn_norm"),
+)
+_HEAD_NORMS = (
+    ("q_norm", "self_attn.q_norm", "attn_q_norm"),
+    ("k_norm", "self_attn.k_norm", "attn_k_norm"),
 )
 _LINEARS = (
     ("q", "self_attn.q_proj", "attn_q"),
@@ -28,6 +35,11 @@ _GGUF_TABLE = re.compile(
 )
 
 
+def norms(config: LlamaConfig) -> tuple[tuple[str, str, str], ...]:
+    """The norms of a layer: our name, Hugging Face's, GGUF's."""
+    return _NORMS + _HEAD_NORMS if config.qk_norm else _NORMS
+
+
 def has_bias(config: LlamaConfig, linear: str) -> bool:
     """Whether a linear layer, by its name in our tree, has a bias."""
     if linear in ("q", "k", "v"):
@@ -40,7 +52,7 @@ def hf_names(config: LlamaConfig) -> dict[str, Foreign]:
     names = {"embed": Foreign("model.embed_tokens.weight"), "norm": Foreign("model.norm.weight")}
     for layer in range(config.layers):
         ours, theirs = f"layers/{layer}", f"model.layers.{layer}"
-        for name, hf, _ in _NORMS:
+        for name, hf, _ in norms(config):
             names[f"{ours}/{name}"] = Foreign(f"{theirs}.{hf}.weight")
         for name, hf, _ in _LINEARS:
             names[f"{ours}/{name}"] = Foreign(f"{theirs}.{hf}.weight")
@@ -56,7 +68,7 @@ def flax_names(config: LlamaConfig) -> dict[str, Foreign]:
     names = {"embed": Foreign("model/embed_tokens/embedding"), "norm": Foreign("model/norm/weight")}
     for layer in range(config.layers):
         ours, theirs = f"layers/{layer}", f"model/layers/{layer}"
-        for name, hf, _ in _NORMS:
+        for name, hf, _ in norms(config):
             names[f"{ours}/{name}"] = Foreign(f"{theirs}/{hf}/weight")
         for name, hf, _ in _LINEARS:
             module = f"{theirs}/{hf.replace('.', '/')}"
@@ -73,25 +85,36 @@ def gguf_names(config: LlamaConfig) -> dict[str, Foreign]:
 
     llama.cpp rotates neighbouring channels there, so its converter reorders the rows of Q and K (weights and biases).
     """
-    names = {"embed": Foreign("token_embd.weight"), "norm": Foreign("output_norm.weight")}
     heads = {"q": config.heads, "k": config.kv_heads}
+    for path, foreign in (names := gguf_names_in_halves(config)).items():
+        linear = path.rpartition("/")[2].removesuffix("_bias")
+        if linear in heads:
+            names[path] = Foreign(foreign.name, ROTARY_PAIRS, heads[linear])
+    return names
+
+
+def gguf_names_in_halves(config: LlamaConfig) -> dict[str, Foreign]:
+    """Tree paths to the names in a GGUF file of an architecture whose rotation llama.cpp takes as it is published."""
+    names = {"embed": Foreign("token_embd.weight"), "norm": Foreign("output_norm.weight")}
     for layer in range(config.layers):
         ours, theirs = f"layers/{layer}", f"blk.{layer}"
-        for name, _, gguf in _NORMS:
+        for name, _, gguf in norms(config):
             names[f"{ours}/{name}"] = Foreign(f"{theirs}.{gguf}.weight")
         for name, _, gguf in _LINEARS:
             for suffix, part in (("", "weight"), ("_bias", "bias")):
                 if suffix and not has_bias(config, name):
                     continue
-                foreign = f"{theirs}.{gguf}.{part}"
-                names[f"{ours}/{name}{suffix}"] = (
-                    Foreign(foreign, ROTARY_PAIRS, heads[name]) if name in heads else Foreign(foreign)
-                )
+                names[f"{ours}/{name}{suffix}"] = Foreign(f"{theirs}.{gguf}.{part}")
     if not config.tied:
         names["lm_head"] = Foreign("output.weight")
     return names
 
 
+def is_gguf_table(name: str) -> bool:
+    """Whether a tensor of a GGUF file is a table of rotary frequencies."""
+    return _GGUF_TABLE.fullmatch(name) is not None
+
+
 HF = Naming(hf_names, lambda name: _HF_BUFFER.fullmatch(name) is not None)
 FLAX = Naming(flax_names)
-GGUF = Naming(gguf_names, lambda name: _GGUF_TABLE.fullmatch(name) is not None)
+GGUF = Naming(gguf_names, is_gguf_table)

@@ -13,7 +13,16 @@ from typing import Any
 import torch
 
 from atbx.core.errors import CheckpointError, UnsupportedError
-from atbx.models import llama, llama_gguf_config, llama_hf_config, llama_names
+from atbx.models import (
+    llama,
+    llama_gguf_config,
+    llama_hf_config,
+    llama_names,
+    qwen,
+    qwen_gguf_config,
+    qwen_hf_config,
+    qwen_names,
+)
 from atbx.models.name_map import Naming
 
 
@@ -67,6 +76,21 @@ FAMILIES: tuple[Family, ...] = (
         config_from_hf=llama_hf_config.config_from_hf,
         config_from_gguf=llama_gguf_config.config_from_gguf,
         config_to_hf=llama_hf_config.config_to_hf,
+    ),
+    Family(
+        name="qwen",
+        config_class=qwen.QwenConfig,
+        abstract=qwen.abstract,
+        forward=qwen.forward,
+        hf_model_types=tuple(qwen_hf_config.DEFAULTS),
+        hf_architectures=("Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+        gguf_architectures=qwen_gguf_config.ARCHITECTURES,
+        hf=qwen_names.HF,
+        flax=qwen_names.FLAX,
+        gguf=qwen_names.GGUF,
+        config_from_hf=qwen_hf_config.config_from_hf,
+        config_from_gguf=qwen_gguf_config.config_from_gguf,
+        config_to_hf=qwen_hf_config.config_to_hf,
     ),
 )
 
