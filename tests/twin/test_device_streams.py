@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -49,14 +50,16 @@ def test_an_event_shows_what_was_queued_before_it_and_nothing_after() -> None:
     assert y.cpu().tolist() == [2.0, 2.0]
 
 
-def test_synchronizing_an_event_or_asking_it_runs_its_stream() -> None:
+def test_asking_an_event_runs_its_stream() -> None:
     x = torch.ones(2, device="npu")
     torch.npu.synchronize()
     side, event = torch.npu.Stream(), torch.npu.Event()
     with torch.npu.stream(side):
         x.add_(1)
         event.record()
-    assert event.query()
+    end = time.monotonic() + 30
+    while not event.query():  # the record may still be in torch_npu's own queue
+        assert time.monotonic() < end
     assert x.cpu().tolist() == [2.0, 2.0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,13 @@ STEP = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_int)
 RELEASE = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 
 _TEXT = 4096
+
+
+class _Text(threading.local):
+    """Room for an error's text, one a thread."""
+
+    def __init__(self) -> None:
+        self.buffer = ctypes.create_string_buffer(_TEXT)
 
 
 class Boundary:
@@ -47,6 +55,7 @@ class Boundary:
         self._held.standin_note_launch.argtypes = [ctypes.c_char_p, ctypes.c_void_p]
         self._names: dict[str, int] = {}
         self._callbacks: tuple = ()
+        self._text = _Text()
 
     def configure(self, chip: str, cann: str, devices: int, memory_limit: int, streams: int) -> None:
         """Say what the device is. Bytes of memory a device, streams that captured graphs may take."""
@@ -86,7 +95,7 @@ class Boundary:
         Raises:
             RuntimeError: torch_npu's queue reports an earlier failure, in its own words.
         """
-        text = ctypes.create_string_buffer(_TEXT)
+        text = self._text.buffer
         if self._mark(step, operation, stream, fills, text, _TEXT) != 0:
             raise RuntimeError(text.value.decode(errors="replace"))
 

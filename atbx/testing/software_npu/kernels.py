@@ -112,7 +112,8 @@ class Kernels:
             return self._execute_dynamic(plan, args, kwargs, device, stream)
         values = plan.bind(args, kwargs)
         seed = self._random_state(device) if plan.is_random else None
-        refusal = plan.refusal(values, self._is_nz, self.chip, self.cann) if plan.limits else None
+        views: dict[int, torch.Tensor] = {}
+        refusal = plan.refusal(values, views, self._is_nz, self.chip, self.cann) if plan.limits else None
         if refusal is not None:
             self.boundary.arm(*refusal)
         if plan.changes_format:
@@ -131,7 +132,7 @@ class Kernels:
             self.boundary.mark(0, self.boundary.name(plan.name), stream, False)
             self._refuse_without_rule(plan, device)
             return result
-        return self._queue(plan, values, result, device, stream, seed)
+        return self._queue(plan, values, views, result, device, stream, seed)
 
     def _report_refusal(self, plan: Plan, stream: int, device: int, code: int, message: str) -> None:
         """A refusal that this thread did not meet: met in torch_npu's queue, which then says so, or by no call."""
@@ -157,7 +158,7 @@ class Kernels:
             )
 
     def _queue(
-        self, plan: Plan, values: dict, result: Any, device: int, stream: int, seed: int | None
+        self, plan: Plan, values: dict, views: dict, result: Any, device: int, stream: int, seed: int | None
     ) -> Any:
         pinned_copy = plan.is_copy and bool(values.get("non_blocking"))
         now = False
@@ -167,7 +168,10 @@ class Kernels:
         for name, value in values.items():
             if isinstance(value, _tensor):
                 if value.device.type == "npu":
-                    arguments[name] = self._open(name, value, name in plan.written, formats, written)
+                    view = None if self.nz_seen or name in plan.written else views.get(id(value))
+                    if view is None:
+                        view = self._open(name, value, name in plan.written, formats, written)
+                    arguments[name] = view
                 elif name in plan.written:  # a copy to the host
                     arguments[name] = value
                     now = not (pinned_copy and value.is_pinned())

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from atbx.testing.software_npu.rules import RULES
-from atbx.testing.software_npu.rules.registry import Call, first_refusal, limits_of
-from atbx.testing.software_npu.views import NzView
+from atbx.testing.software_npu.rules.registry import LIMITS, Call, first_refusal, limits_of
+from atbx.testing.software_npu.views import NZ, NzView, raw_view
 
 # Operators that only make, name or describe memory: nothing of theirs is computed.
 _LEFT_ALONE = frozenset(
@@ -97,6 +97,7 @@ class Plan:
         self.rule = RULES.get(self.name)
         self.needs_rule = space != "aten" and not _has_cpu_kernel(full_name)
         self.limits = bool(limits_of(self.name))
+        self._fails_late = any(one.when == "execution" for one in limits_of(self.name))
         self.changes_format = "format" in base
         self.is_copy = self.name in _COPIES
         self.is_random = torch.Tag.nondeterministic_seeded in self.operator.tags
@@ -228,7 +229,6 @@ class Plan:
         cann: str,
     ) -> Callable[[], None]:
         """A function that computes and puts the bytes where torch_npu allocated them."""
-        execution_limits = any(one.when == "execution" for one in limits_of(self.name))
         opened = {name for name, value in arguments.items() if isinstance(value, NzView)}
         listed = {
             name
@@ -246,7 +246,7 @@ class Plan:
                     present[name] = [
                         one.read() if isinstance(one, NzView) else one for one in arguments[name]
                     ]
-            if execution_limits:
+            if self._fails_late:
                 self._check_execution(present, formats, chip, cann)
             computed = self.compute(present)
             if targets:
@@ -298,32 +298,42 @@ class Plan:
     # --- limits -----------------------------------------------------------------------------------------------------
 
     def refusal(
-        self, values: dict[str, Any], is_nz: Callable[[torch.Tensor], bool], chip: str, cann: str
+        self,
+        values: dict[str, Any],
+        views: dict[int, torch.Tensor],
+        is_nz: Callable[[torch.Tensor], bool],
+        chip: str,
+        cann: str,
     ) -> tuple[int, str] | None:
-        """Code and message of the first documented limit that refuses the call, None if it is allowed."""
-        from atbx.testing.software_npu.views import NZ, raw_view
+        """Code and message of the first documented limit that refuses the call, None if it is allowed.
 
+        `views` takes the views that were made, by the identity of their tensors. Limits of every operator look at
+        dtypes only and are shown the tensors as they are.
+        """
+        look = self._see if self.name in LIMITS else lambda tensor, _: tensor
         arguments: dict[str, Any] = {}
         formats: dict[str, int] = {}
         host = set()
         for name, value in values.items():
+            arguments[name] = value
             if isinstance(value, torch.Tensor):
                 if value.device.type == "npu":
-                    arguments[name] = raw_view(value)
+                    arguments[name] = look(value, views)
                     if is_nz(value):
                         formats[name] = NZ
                 else:
-                    arguments[name] = value
                     host.add(name)
-            elif isinstance(value, (list, tuple)) and any(isinstance(one, torch.Tensor) for one in value):
-                arguments[name] = [
-                    raw_view(one) if isinstance(one, torch.Tensor) and one.device.type == "npu" else one
-                    for one in value
-                ]
-            else:
-                arguments[name] = value
+            elif isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
+                arguments[name] = [look(one, views) for one in value]
         found = first_refusal(Call(self.name, arguments, formats, frozenset(host), chip, cann))
         return None if found is None else (found[0].code, found[1])
+
+    @staticmethod
+    def _see(tensor: Any, views: dict[int, torch.Tensor]) -> Any:
+        if not isinstance(tensor, torch.Tensor) or tensor.device.type != "npu":
+            return tensor
+        view = views[id(tensor)] = raw_view(tensor)
+        return view
 
 
 def _has_cpu_kernel(name: str) -> bool:
