@@ -213,17 +213,13 @@ def test_query_head_h_reads_kv_head_h_by_group():
 
 
 def test_probabilities_are_rounded_to_the_data_type_before_they_meet_the_values():
-    # 1/3 in bfloat16 is 0.333984375; three of it times 256 is 256.5, times 256 unrounded would be 256.
-    q, k = torch.zeros(1, 1, 16, dtype=torch.bfloat16), torch.zeros(1, 3, 16, dtype=torch.bfloat16)
-    v = torch.full((1, 3, 16), 1.0, dtype=torch.bfloat16)
-    v[0, :, 1] = 3.0
-    out, _ = V1(q, k, v, num_heads=1)
-    assert float(out[0, 0, 0]) == 1.0  # 1.001953125 rounds to 1.0 in bfloat16
-    assert float(out[0, 0, 1]) == 3.0
-    third = torch.tensor(1 / 3).bfloat16().float()
-    v[0, :, 2] = torch.tensor([256.0, 0.0, 0.0])
-    out, _ = V1(q, k, v, num_heads=1)
-    assert float(out[0, 0, 2]) == float((third * 256).bfloat16()) == 85.5  # unrounded: 85.33
+    # Probabilities 0.1 and 0.9 over values 9 and -1 cancel; in bfloat16 they are 0.10009765625 and 0.8984375.
+    q, k = torch.zeros(1, 1, 16, dtype=torch.bfloat16), torch.zeros(1, 2, 16, dtype=torch.bfloat16)
+    q[..., 0], k[0, 1, 0] = 1, 1
+    v = torch.zeros(1, 2, 16, dtype=torch.bfloat16)
+    v[0, :, 0] = torch.tensor([9.0, -1.0])
+    out, _ = V1(q, k, v, num_heads=1, scale=math.log(9))
+    assert float(out[0, 0, 0]) == 9 * 0.10009765625 - 0.8984375 == 0.00244140625
 
 
 def test_log_sum_exp_of_equal_scores_is_the_log_of_their_number():

@@ -290,6 +290,8 @@ def test_top_p_drops_the_smallest_whose_mass_is_at_most_one_minus_p():
     assert op(logits, torch.tensor([0.6])).isneginf().tolist() == [[True, True, False]]
     assert op(logits, torch.tensor([0.0])).isneginf().tolist() == [[True, True, False]]  # the largest stays
     assert op(logits, torch.tensor([1.0])).isneginf().tolist() == [[False] * 3]
+    even = torch.zeros(1, 4)  # masses 0.25, 0.5, 0.75, 1 in ascending order: 0.5 is at most 1 - 0.5
+    assert op(even, torch.tensor([0.5])).isneginf().tolist() == [[True, True, False, False]]
 
 
 def test_top_p_is_the_second_argument_and_sees_what_top_k_left():

@@ -191,8 +191,8 @@ def read_blocks(
 
 @rule(
     "npu::npu_gather_pa_kv_cache",
-    source="op-plugin test_npu_gather_pa_kv_cache.py",
-    status="upstream golden ran",
+    source="op-plugin test_npu_gather_pa_kv_cache.py (read; its golden uses names that it does not define)",
+    status="document only",
 )
 def gather_pa_kv_cache(
     key_cache: torch.Tensor,
