@@ -215,7 +215,7 @@ def _selftest(command: argparse.ArgumentParser) -> None:
         help="where the report is written (default: atbx-selftest-DEVICE.json)",
     )
     command.add_argument(
-        "--only", type=arguments.names, metavar="PART,...", help="rows, graphs, lengths, model, buckets, speed"
+        "--only", type=arguments.names, metavar="PART,...", help="only these: rows, model, buckets, speed"
     )
     arguments.add_threads(command)
     arguments.add_software(command)
