@@ -209,3 +209,24 @@ def test_a_task_group_of_other_kernels_is_refused() -> None:
 
     with pytest.raises(RuntimeError, match="107040"):
         other_kernel()
+
+
+def test_what_was_captured_in_inference_mode_replays_outside() -> None:
+    x = torch.ones(3, device="npu")
+    with torch.inference_mode():
+        x.mul_(3)
+        graph, y = _captured(lambda: (x + 1).add_(1))
+    graph.replay()
+    torch.npu.synchronize()
+    with torch.inference_mode():
+        assert y.cpu().tolist() == [5.0] * 3
+    x.add_(5)
+    assert x.cpu().tolist() == [8.0] * 3
+
+
+def test_a_default_device_is_not_taken_for_the_devices_own_work() -> None:
+    with torch.device("npu"):
+        x = torch.arange(4.0)
+        assert x.device.type == "npu"
+        assert (x.half() * 2).cpu().tolist() == [0.0, 2.0, 4.0, 6.0]
+        assert x.sum().item() == 6.0

@@ -165,6 +165,7 @@ class Kernels:
         arguments: dict[str, Any] = {}
         formats: dict[str, int] = {}
         written: list[tuple[Any, torch.Tensor]] = []
+        owners: list[torch.Tensor] = []  # host tensors that the step writes
         for name, value in values.items():
             if isinstance(value, _tensor):
                 if value.device.type == "npu":
@@ -173,7 +174,8 @@ class Kernels:
                         view = self._open(name, value, name in plan.written, formats, written)
                     arguments[name] = view
                 elif name in plan.written:  # a copy to the host
-                    arguments[name] = value
+                    arguments[name] = raw_view(value)
+                    owners.append(value)
                     now = not (pinned_copy and value.is_pinned())
                 elif plan.is_copy and not pinned_copy:
                     arguments[name] = value
@@ -210,9 +212,10 @@ class Kernels:
             elif one.device.type == "npu":
                 targets.append((raw_view(one), nz_view(one) if self._is_nz(one) else None))
             else:
-                targets.append((one, None))
+                targets.append((raw_view(one), None))
+                owners.append(one)
                 now = now or not (pinned_copy and one.is_pinned())
-        step = plan.step(arguments, formats, targets, written, self.chip, self.cann)
+        step = plan.step(arguments, formats, targets, written, owners, self.chip, self.cann)
         self._devices.add(device)
         number = next(self._numbers)
         self._steps[number] = step

@@ -149,7 +149,7 @@ class Plan:
         changed = list(args)
         for place in numbers:
             dtype = None if other is None else torch.result_type(other, args[place])
-            changed[place] = torch.tensor(args[place], dtype=dtype)
+            changed[place] = torch.tensor(args[place], dtype=dtype, device="cpu")
         return tuple(changed)
 
     def wants_gradient(self, args: tuple) -> bool:
@@ -225,10 +225,11 @@ class Plan:
         formats: dict[str, int],
         targets: list,
         written: list,
+        owners: list[torch.Tensor],
         chip: str,
         cann: str,
     ) -> Callable[[], None]:
-        """A function that computes and puts the bytes where torch_npu allocated them."""
+        """A function that computes and puts the bytes where torch_npu allocated them; it keeps `owners` alive."""
         opened = {name for name, value in arguments.items() if isinstance(value, NzView)}
         listed = {
             name
@@ -256,6 +257,7 @@ class Plan:
                     if arguments[name] is view:
                         view.write(present[name])
 
+        run.owners = owners  # type: ignore[attr-defined]
         return run
 
     def _check_execution(self, arguments: dict, formats: dict, chip: str, cann: str) -> None:

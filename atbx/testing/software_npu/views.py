@@ -20,16 +20,34 @@ _CPU = torch.device("cpu")
 _storage_at = torch._C._construct_storage_from_data_pointer
 
 
+_bases: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+_BASES = 8192
+"""Storages whose flat tensors are kept: an allocator hands the same addresses out again and again."""
+
+
+def _flat(address: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """All elements at an address. It owns nothing; memory of the software device is never given back."""
+    key = (address, size, dtype)
+    base = _bases.get(key)
+    if base is None:
+        if len(_bases) >= _BASES:
+            _bases.clear()
+        # A tensor of inference mode could not be written by a step that runs outside of it, such as a replay.
+        with torch.inference_mode(False):
+            base = torch.empty(0, dtype=dtype, device=_CPU)
+            base.set_(_storage_at(address, _CPU, size), 0, (size // base.element_size(),), (1,))
+        _bases[key] = base
+    return base
+
+
 def raw_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a device tensor as a CPU tensor of the same size, strides and dtype."""
+    """The bytes of a tensor, whose memory must outlive it, as a CPU tensor of the same size, strides and dtype."""
     storage = tensor.untyped_storage()
     size = storage.nbytes()
     if size == 0:
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
-    at = _storage_at(storage.data_ptr(), _CPU, size)
-    view = torch.empty(0, dtype=tensor.dtype)
-    view.set_(at, tensor.storage_offset(), tensor.shape, tensor.stride())
-    return view
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=_CPU)
+    base = _flat(storage.data_ptr(), size, tensor.dtype)
+    return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def columns_of(dtype: torch.dtype) -> int:
@@ -47,7 +65,7 @@ def to_blocks(matrix: torch.Tensor) -> torch.Tensor:
     """[..., rows, columns] taken apart into [..., column blocks, row blocks, 16, width], padded with zeros."""
     rows, columns = matrix.shape[-2:]
     n, m, height, width = block_shape(rows, columns, matrix.dtype)
-    padded = torch.zeros((*matrix.shape[:-2], m * height, n * width), dtype=matrix.dtype)
+    padded = torch.zeros((*matrix.shape[:-2], m * height, n * width), dtype=matrix.dtype, device=_CPU)
     padded[..., :rows, :columns] = matrix
     apart = padded.reshape(*matrix.shape[:-2], m, height, n, width)
     lead = matrix.dim() - 2
@@ -69,9 +87,7 @@ class NzView:
         self._order, self._base, self._dtype = order, base, tensor.dtype
         storage = tensor.untyped_storage()
         blocks = (*base[:-2], *block_shape(base[-2], base[-1], tensor.dtype))
-        at = _storage_at(storage.data_ptr(), _CPU, storage.nbytes())
-        flat = torch.empty(0, dtype=tensor.dtype).set_(at, 0, (math.prod(blocks),), (1,))
-        self._blocks = flat.view(blocks)
+        self._blocks = _flat(storage.data_ptr(), storage.nbytes(), tensor.dtype).view(blocks)
 
     def read(self) -> torch.Tensor:
         """The tensor's values, in a copy."""
