@@ -157,6 +157,25 @@ def test_a_pageable_copy_inside_a_capture_is_refused(tmp_path: Path) -> None:
     assert "error code is 507903" in run(tmp_path, PAGEABLE)
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "PYTORCH_NO_NPU_MEMORY_CACHING=1",
+        "TASK_QUEUE_ENABLE=0",
+        "TASK_QUEUE_ENABLE=2",
+        "TORCH_NPU_SANITIZER=1",
+    ],
+)
+def test_plain_operators_hold_in_every_mode_of_torch_npu(setting: str) -> None:
+    name, value = setting.split("=")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", str(Path(__file__).with_name("test_device_aten.py"))],
+        capture_output=True, text=True, timeout=240, cwd=Path(__file__).parents[2], check=False,
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", name: value},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
 def test_the_command_passes_arguments_and_prints_a_summary(tmp_path: Path) -> None:
     (tmp_path / "show.py").write_text("import sys\nprint(sys.argv[1:], __name__)\n")
     done = subprocess.run(
