@@ -74,9 +74,8 @@ def case(example: Example, dtype: torch.dtype) -> Case:
         for i, x in enumerate(example.arguments)
     )
     program = Jit(lambda values: example.call(*values), _staging()).stage(arguments)
-    values = reference_values(
-        program, dict(zip(program.inputs, arguments, strict=True), **{}) | dict(program.constants)
-    )
+    inputs = {**dict(program.constants), **dict(zip(program.inputs, arguments, strict=True))}
+    values = reference_values(program, inputs)
     equation = next(e for e in program.equations if e.op.name == example.op)
     bound = {program.inputs[i] for i in example.bound}
     host = {v for i, v in enumerate(program.inputs) if i in example.host}

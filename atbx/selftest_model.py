@@ -155,7 +155,8 @@ def logits_of(
     pool = engine.pool(binding)
     arena = pool.take(*shape)
     limits = torch.tensor([len(p) for p in prompts])
-    cache: Any = reserve(engine.open_cache(arena, len(prompts), shape[1]), limits)
+    opened: Any = engine.open_cache(arena, len(prompts), shape[1])
+    cache = reserve(opened, limits)
     found: list[list[torch.Tensor]] = [[] for _ in prompts]
     for chunk in prefill([len(p) for p in heads], policy):
         logits, cache = engine.prefill_chunk(binding, heads, limits, chunk, cache, True)
