@@ -9,14 +9,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from atbx.torch_guard import import_torch
+from atbx.torch_guard import import_torch, is_doctor
 
-import_torch()
+# The doctor says why torch cannot be imported, so it does without.
+if not is_doctor():
+    import_torch()
 
-from atbx.core.op import set_default_interpreter  # noqa: E402  after torch, which the guard imports
+    from atbx.core.op import set_default_interpreter
 
-# Outside every context an op runs at once on the CPU backend, which is loaded when the first one does.
-set_default_interpreter(lambda: importlib.import_module("atbx.compile").run_interpreter())
+    # Outside every context an op runs at once on the CPU backend, which is loaded when the first one does.
+    set_default_interpreter(lambda: importlib.import_module("atbx.compile").run_interpreter())
 
 _PUBLIC = {
     "Bucket": "atbx.core.buckets",

@@ -222,6 +222,17 @@ def _selftest(command: argparse.ArgumentParser) -> None:
     arguments.add_json(command)
 
 
+def _doctor(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--root", metavar="DIR", default="/", help="examine what is below it, such as a container image"
+    )
+    command.add_argument("--chip", metavar="NAME", help="the NPU's name, where files do not tell: Ascend910B3")
+    command.add_argument(
+        "--import", dest="try_import", action="store_true", help="also import torch_npu, in a process of its own"
+    )
+    arguments.add_json(command)
+
+
 _COMMANDS: dict[str, tuple[Any, str, str | None]] = {
     "demo": (
         _demo,
@@ -279,6 +290,13 @@ _COMMANDS: dict[str, tuple[Any, str, str | None]] = {
         "from a run by reference rules; error, scale and tolerance are printed for each, a summary by module, and the\n"
         "first past its tolerance. With --swap only the named groups run on the device, and the table says what each\n"
         "does to the logits. Exit code 1 where something is past its tolerance.",
+    ),
+    "doctor": (
+        _doctor,
+        "check the installation: driver, CANN, torch_npu, versions, environment, before anything runs",
+        "Reads files only: neither torch nor torch_npu is imported, so it works where importing them fails. Each\n"
+        "finding tells where, what it breaks, and the command that mends it. Exit code 0 for nothing or notes, 1 for\n"
+        "warnings, 2 for errors.",
     ),
     "selftest": (
         _selftest,

@@ -25,6 +25,13 @@ def cann_is_missing() -> bool:
     return False
 
 
+def is_doctor() -> bool:
+    """Whether this process is `atbx doctor`, which examines installations whose torch may not be importable."""
+    name = os.path.basename(sys.argv[0]) if sys.argv else ""
+    is_command = name == "atbx" or (name == "-m" and "atbx.command_line" in sys.orig_argv)
+    return is_command and next((word for word in sys.argv[1:] if not word.startswith("-")), None) == "doctor"
+
+
 def import_torch() -> None:
     """Import torch, without its backends where torch_npu could not load."""
     if "torch" in sys.modules or not cann_is_missing():

@@ -114,3 +114,30 @@ class MissingExtraError(AtbxError, ImportError):
             hint=f'Install it with: pip install "atbx[{extra}]"',
         )
         self.module, self.extra = module, extra
+
+
+class NpuError(AtbxError, RuntimeError):
+    """A call of torch_npu failed: `what` is the first real cause; see `code`, `meaning`, `operands` and `advice`.
+
+    codes: every code that was printed. is_late: the failing launch may be an earlier one than `where`.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        code: str | None = None,
+        codes: tuple[str, ...] = (),
+        meaning: str | None = None,
+        operands: tuple[str, ...] = (),
+        advice: str | None = None,
+        is_late: bool = False,
+    ) -> None:
+        self.code, self.codes, self.meaning = code, codes, meaning
+        self.operands, self.advice, self.is_late = operands, advice, is_late
+        name = f"{meaning} ({code}): " if meaning and code else ""
+        given = f"; operands {', '.join(operands)}" if operands else ""
+        late = "; an earlier launch may be the one that failed" if is_late else ""
+        super().__init__(f"{name}{what}{given}{late}", where=where, hint=advice)
+        self.cause = what
