@@ -232,9 +232,12 @@ def elementwise_shape(op: str, **operands: Any) -> Abstract:
 
 
 def as_tensors(*operands: Any) -> tuple[torch.Tensor, ...]:
-    """Operands of a reference rule as tensors of one dtype, scalars as tensors without axes."""
+    """Operands of a reference rule as tensors of one dtype, scalars as tensors without axes.
+
+    They are filled where they lie: a copy from the host could not stand in a captured graph.
+    """
     like = next(x for x in operands if isinstance(x, torch.Tensor))
     return tuple(
-        x if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=like.dtype, device=like.device)
+        x if isinstance(x, torch.Tensor) else torch.full((), x, dtype=like.dtype, device=like.device)
         for x in operands
     )

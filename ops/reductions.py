@@ -61,7 +61,7 @@ def real_entries(x: torch.Tensor, counts: torch.Tensor | None, axis: int) -> tor
 
 
 def _only_real(x: torch.Tensor, real: torch.Tensor | None, fill: float | int) -> torch.Tensor:
-    return x if real is None else torch.where(real, x, torch.tensor(fill, dtype=x.dtype, device=x.device))
+    return x if real is None else torch.where(real, x, torch.full((), fill, dtype=x.dtype, device=x.device))
 
 
 def _lowest(dtype: torch.dtype) -> float | int:

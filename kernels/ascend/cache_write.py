@@ -280,14 +280,20 @@ def _head_size(equation: Equation) -> int:
     return int(equation.params.get("head_size") or equation.operands[0].shape[3])
 
 
+def _rotary_dims(equation: Equation) -> int:
+    """Channels of a head that turn: twice the angles of a token."""
+    return 2 * int(equation.operands[3 if equation.op.name == "qkv_rotary_write" else 2].shape[2])
+
+
 def _refuses_mrope_size(equation: Equation) -> str | None:
-    size = _head_size(equation)
-    return f"head size {size} is no multiple of 32" if size % 32 else None
+    size, dims = _head_size(equation), _rotary_dims(equation)
+    if size % 32:
+        return f"head size {size} is no multiple of 32"
+    return f"{dims} channels turn, no multiple of 32" if dims % 32 else None
 
 
 def _refuses_apply_rotary(equation: Equation) -> str | None:
-    size = _head_size(equation)
-    dims = 2 * int(equation.operands[3 if equation.op.name == "qkv_rotary_write" else 2].shape[2])
+    size, dims = _head_size(equation), _rotary_dims(equation)
     if size not in (64, 128):
         return f"head size {size} is neither 64 nor 128"
     if dims != size:

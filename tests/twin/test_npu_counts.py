@@ -149,3 +149,38 @@ def test_an_update_with_other_names_or_sizes_is_refused(npu: Any, played: Any, h
         with pytest.raises(CacheStateError, match="does not fit the captured launch"):
             generate(params, [[1, 2, 3]], max_new_tokens=4, eos=())
     assert generate(params, [[1, 2, 3]], max_new_tokens=4, eos=()).tokens
+
+
+def test_a_new_arena_is_not_touched_by_the_step_before(npu: Any) -> None:
+    from atbx.core.arena import Arena
+    from atbx.ops.logits import count_tokens
+
+    def step(table: Any, tokens: Any, active: Any) -> Any:
+        return table.replaced({"counts": count_tokens(table.tree["counts"], tokens, active)})
+
+    compiled = atbx.jit(step, donate=("table",), device="npu")
+    tokens = [torch.tensor(t).to("npu:0") for t in ([1, 3], [2, 2])]
+    active = torch.tensor([True, True]).to("npu:0")
+    found = []
+    for given in tokens:
+        arena = Arena({"counts": torch.zeros(2, 4, dtype=torch.int32, device="npu:0")})
+        found.append(compiled(arena.value(), given, active).tree["counts"].cpu().tolist())
+    assert found == [[[0, 1, 0, 0], [0, 0, 0, 1]], [[0, 0, 1, 0], [0, 0, 1, 0]]]
+
+
+def test_reductions_with_counts_and_scalars_are_captured(npu: Any, half: torch.dtype) -> None:
+    ops = atbx.ops
+
+    def function(x: Any, counts: Any) -> Any:
+        return (
+            ops.sum(ops.clip(x, -0.5, 0.5), 1, counts=counts),
+            ops.softmax(x, 1, counts=counts),
+            ops.power(x * x, 1.5),
+        )
+
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0)).to(half).to("npu:0")
+    counts = torch.tensor([3, 32, 1]).to("npu:0")
+    found = atbx.jit(function, device="npu", host_results=True)(x, counts)
+    expected = atbx.reference(function, x.cpu(), counts.cpu())
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)
