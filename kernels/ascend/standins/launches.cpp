@@ -45,7 +45,6 @@ struct NotedCopy {
 std::mutex log;
 std::vector<Launch> launches;
 std::map<std::string, int64_t> counters;
-std::map<std::string, int64_t> replayed;
 std::vector<Injection> injections;
 std::atomic<bool> has_injections{false};
 std::set<std::string> names;                       // owns every name in the log
@@ -296,10 +295,6 @@ void standin_reset() {
     has_injections = false;
 }
 
-int64_t standin_counter(const char* name) {
-    auto found = counters.find(name);
-    return found == counters.end() ? 0 : found->second;
-}
 
 // Every counter as lines "name value".
 size_t standin_counters(char* text, size_t room) {
