@@ -91,7 +91,7 @@ def standin_folder() -> Path:
     """
     wheel = wheel_folder()
     version = importlib.metadata.version("torch_npu")
-    sources = sorted([*source_folder().glob("*.cpp"), *source_folder().glob("*.hpp")])
+    sources = sorted([*source_folder().glob("*.cpp"), *source_folder().glob("*.h")])
     digest = hashlib.sha256(version.encode())
     for path in [*sources, Path(__file__)]:
         digest.update(path.read_bytes())
@@ -172,7 +172,7 @@ def _generated(wheel: Path, written: str) -> str:
         for name in re.findall(r"RECORD\((\w+)\)", written)
     }
     lines = [
-        '#include "device.hpp"',
+        '#include "device.h"',
         "namespace standin { int create_atb_operation(const char*, void**); int destroy_atb_operation(void*);",
         "int create_atb_context(void**); int destroy_atb_context(void*); }",
         "using namespace standin;",

@@ -1,6 +1,6 @@
 // Devices, contexts, streams and synchronisation: the part of the runtime that only keeps books.
 
-#include "device.hpp"
+#include "device.h"
 
 #include <cstdlib>
 #include <cstring>

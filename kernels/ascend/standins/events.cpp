@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "device.hpp"
+#include "device.h"
 
 namespace standin {
 

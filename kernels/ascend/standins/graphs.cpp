@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "device.hpp"
+#include "device.h"
 
 namespace standin {
 namespace {

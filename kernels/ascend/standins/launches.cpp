@@ -14,7 +14,7 @@
 #include <functional>
 #include <set>
 
-#include "device.hpp"
+#include "device.h"
 
 namespace standin {
 namespace {

@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "device.hpp"
+#include "device.h"
 
 namespace standin {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "device.hpp"
+#include "device.h"
 
 namespace standin {
 namespace {

@@ -4,7 +4,7 @@
 // needed and no further. If nothing that is queued anywhere can end the wait, the device would hang; the runner says
 // so with the code of a timeout, and the rest of the stream is dropped.
 
-#include "device.hpp"
+#include "device.h"
 
 #include <algorithm>
 #include <cstring>
