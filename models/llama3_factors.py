@@ -75,6 +75,8 @@ def _fit(
         slope = max(slopes, default=0.0)
         intercept = values[0] - slope * at[0]
     elif len(at) == 0:
+        if not len(above) or not len(below):
+            return None  # nothing to put the step between
         gap = above.min() - below.max()
         slope, intercept = 2 / gap, -2 * (below.max() + gap / 4) / gap
     else:

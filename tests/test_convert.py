@@ -176,7 +176,7 @@ def test_a_configuration_survives_json(config: LlamaConfig) -> None:
     [
         ({"vocab": None}, "config/vocab is malformed; expected int, found None"),
         ({"vocab": True}, "config/vocab is malformed"),
-        ({"qk_norm": True}, "config/qk_norm is unknown"),
+        ({"logit_cap": True}, "config/logit_cap is unknown"),
         ({"rope": 3}, "config/rope is malformed"),
         ({"rope": {"dims": 7}}, "config/rope contradicts itself: Rope.dims"),
         ({"rope": {}}, "config/rope/dims is missing"),

@@ -231,6 +231,14 @@ def test_metadata_that_changes_the_computation_is_refused_by_name(keys: dict[str
         from_gguf(**keys)
 
 
+def test_a_table_of_divisors_that_is_no_known_scaling_is_refused() -> None:
+    # All eight are large and close to one another: neither equal, as linear scaling has them, nor llama3's bands.
+    table = torch.tensor([911.0, 871.0, 836.0, 911.0] * 2)
+    metadata = {**GGUF3, "qwen3.rope.freq_base": 1e4}
+    with pytest.raises(UnsupportedError, match=r"model.gguf: rope_freqs\.weight holds divisors"):
+        config_from_gguf(metadata, ["rope_freqs.weight"], lambda name: table, "model.gguf")
+
+
 @pytest.mark.parametrize("architecture", ["qwen2moe", "qwen3moe", "qwen2vl", "qwen35"])
 def test_other_architectures_of_the_name_are_refused_with_a_list(architecture: str) -> None:
     with pytest.raises(UnsupportedError, match=f"general.architecture.*qwen2, qwen3.*'{architecture}'"):
