@@ -14,7 +14,9 @@ from dataclasses import dataclass
 _CHECK = "atbx explain MODEL --device npu names the kernel of each op and what it refuses"
 _INSTALLATION = "atbx doctor  # names the package that is missing or from another release"
 _MEMORY = "Use fewer rows or a shorter context, or export PYTORCH_NPU_ALLOC_CONF=expandable_segments:True"
-_CAPTURE = "Capture on a side stream, with nothing inside that waits, allocates outside the pool or copies pageable memory"
+_CAPTURE = (
+    "Capture on a side stream; inside it nothing may wait, allocate outside the pool or copy pageable memory"
+)
 _BOUNDS = "Check lengths, block tables and slots: an index outside its tensor; ASCEND_LAUNCH_BLOCKING=1 names the op"
 _HARDWARE = "npu-smi info -t health -i 0; a fault of the device: restart it, or use another"
 _GRAPHS = "Capture fewer graphs (fewer bucket sizes); driver 25.5.1 and newer has more streams"
@@ -247,8 +249,6 @@ TEXTS: tuple[tuple[re.Pattern[str], Meaning], ...] = tuple(
 """Texts that come without a code, and their meaning; the first that matches counts."""
 
 _NUMERIC = re.compile(
-    r"(?:error code(?: is)?|errorcode|error_code|\bret|retCode|result)\W{0,4}(\d{6})\b", re.IGNORECASE
-)
     r"(?:error code(?: is)?|errorcode|error_code|\bret|retCode|result)\W{0,4}(\d{6})\b", re.IGNORECASE
 )
 _LINE = re.compile(

@@ -134,7 +134,8 @@ def read(
     env = environ or {}
     arch = platform.machine()
     toolkit = _toolkit(base, env)
-    opp = _first(_of_env(base, env, "ASCEND_OPP_PATH"), toolkit and toolkit.path / "opp")
+    own_opp = toolkit.path / "opp" if toolkit is not None else None
+    opp = _first(_of_env(base, env, "ASCEND_OPP_PATH"), own_opp)
     nnal, abis = _nnal(base, env)
     torch_folder = (
         torch_folder if torch_folder is not None else (_torch_folder() if packages is None else None)
