@@ -7,7 +7,6 @@ made to be attached to a bug report.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 import atbx
+from atbx import doctor
 from atbx.comparison import device_name
 from atbx.compile import backend as backend_of
 from atbx.core.backend import Backend
@@ -62,7 +62,7 @@ class Report:
     speed: list[Speed] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
-    doctor: Any = None
+    doctor: dict[str, Any] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -123,7 +123,7 @@ def selftest(
         _versions(None if environment is None else environment.cann),
         {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)},
         tuple(parts),
-        doctor=_doctor(),
+        doctor=doctor.report_data(),
     )
 
     def rows() -> None:
@@ -180,16 +180,6 @@ def _versions(cann: str | None) -> dict[str, str | None]:
         except PackageNotFoundError:
             found[package] = None
     return found
-
-
-def _doctor() -> Any:
-    """The doctor's findings, as data; None where this version has no doctor."""
-    if importlib.util.find_spec("atbx.doctor") is None:
-        return None
-    from atbx import doctor
-
-    report = getattr(doctor, "report_data", None)
-    return report() if report is not None else None
 
 
 def _row_line(row: Row) -> str:

@@ -84,7 +84,7 @@ def _dtype_of(params: Any) -> torch.dtype:
 
 def _print_comparison(name: str, found: Comparison) -> None:
     print(f"\n{name}: {found.backend} ({found.device}) against {found.against}, {found.mode}")
-    print(f"  {'op':<18} {'kernel':<28} {'error':>10} {'scale':>10} {'units':>9} {'allowed':>8}")
+    print(f"  {'op':<22} {'kernel':<28} {'error':>10} {'scale':>10} {'units':>9} {'allowed':>8}")
     groups: dict[str, list[Entry]] = {}
     for entry in found.entries:
         groups.setdefault(entry.scope, []).append(entry)
@@ -109,17 +109,17 @@ def _print_entry(entry: Entry) -> None:
     what = entry.op if entry.result == 0 else f"{entry.op} #{entry.result + 1}"
     judgement = entry.judgement
     if judgement is None:
-        print(f"    {what:<16} {entry.kernel:<28} exists only inside a fusion")
+        print(f"    {what:<20} {entry.kernel:<28} exists only inside a fusion")
         return
     mark = "" if entry.passed else "  PAST"
     print(
-        f"    {what:<16} {entry.kernel:<28} {judgement.error:10.3g} {judgement.scale:10.3g} "
+        f"    {what:<20} {entry.kernel:<28} {judgement.error:10.3g} {judgement.scale:10.3g} "
         f"{judgement.units:9.3g} {judgement.allowed:8.3g}{mark}"
     )
     if judgement.problem is not None:
-        print(f"    {'':<16} at {list(judgement.place)}: {judgement.problem}")
+        print(f"    {'':<20} at {list(judgement.place)}: {judgement.problem}")
     if entry.fusion is not None and not entry.fusion.passed:
-        print(f"    {'':<16} the fusion itself differs from the program by {entry.fusion.units:.3g} units")
+        print(f"    {'':<20} the fusion itself differs from the program by {entry.fusion.units:.3g} units")
 
 
 def _named(entry: Entry) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 import warnings
 from collections.abc import Iterator
 
@@ -34,8 +35,8 @@ def device_of(args: argparse.Namespace) -> Iterator[None]:
 
     chosen = {"cann": args.cann} if getattr(args, "cann", None) is not None else {}
     with contextlib.ExitStack() as stack:
-        with warnings.catch_warnings():
-            # What torch_npu warns of while it is imported is not the user's.
+        # What torch_npu warns of while it is imported is not the user's; it prints some of it to stdout.
+        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
             warnings.simplefilter("ignore")
             stack.enter_context(software_npu(chip=args.chip or DEFAULT_CHIP, **chosen))
         yield
