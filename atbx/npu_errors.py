@@ -198,6 +198,8 @@ class _Listener:
             if self._read not in ready:
                 return
             data = os.read(self._read, KEPT_BYTES)
+            if not data:
+                return  # nobody holds the pipe any more
             self._kept += data[: max(0, KEPT_BYTES - len(self._kept))]
             if self._stop_read in ready:
                 left -= len(data)
