@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from atbx.core.errors import AtbxError, NpuError
-from atbx.doctor.codes import codes_in, first_cause
+from atbx.doctor.codes import codes_in, first_cause, operator_in
 
 KEPT_BYTES = 64 * 1024
 """Of what is written to stderr during a call, the first so many bytes are searched."""
@@ -101,6 +101,7 @@ def translate(
         operands=operands,
         advice=cause.advice,
         is_late=queued and is_late(error),
+        launch=operator_in(str(error)),
     )
 
 

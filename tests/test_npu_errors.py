@@ -195,16 +195,38 @@ def test_the_cause_that_went_to_stderr_comes_before_the_text_of_the_error() -> N
     )
     assert isinstance(error, NpuError)
     assert (error.cause, error.is_late) == ("slot 99 is out of range", True)
-    assert "an earlier launch may be the one that failed" in str(error)
+    assert error.launch == "ReshapeAndCache"
+    assert "the launch that failed is ReshapeAndCache" in str(error)
     blocking = translate(RuntimeError(QUEUE), op="kv_write", shapes=(), stderr=said, task_queue=False)
     assert isinstance(blocking, NpuError)
     assert not blocking.is_late
 
 
+def test_a_line_that_the_queue_logged_is_the_cause_where_no_code_tells_more() -> None:
+    said = (
+        "[W1201 14:59:49.103246320 HcclInterface.cpp:24] Warning: Failed to find this HcclSetConfig function\n"
+        "[E1201 14:59:49.129391349 OpParamMaker.cpp:580] atb::ReshapeAndCache setup failed!\n"
+        "Exception raised from OperationSetup at AtbCommon.cpp:211 (most recent call first):\n"
+    )
+    error = translate(RuntimeError(QUEUE), op="kv_write", stderr=said, task_queue=True)
+    assert isinstance(error, NpuError)
+    assert error.cause == "atb::ReshapeAndCache setup failed!"
+
+
+def test_a_wait_that_finds_a_fault_says_that_an_earlier_launch_may_have_failed() -> None:
+    error = translate(RuntimeError(SYNC.format(507015, "EZ9999: fault")), op="a step", task_queue=True)
+    assert "an earlier launch may be the one that failed" in str(error)
+
+
+def _write_and_fail(*parts: bytes) -> None:
+    for part in parts:
+        os.write(2, part)
+    raise RuntimeError(QUEUE)
+
+
 def test_what_is_written_to_stderr_is_searched_and_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(NpuError) as caught, npu_call("kv_write", listen=True):
-        os.write(2, b"EZ9999: slot 99 is out of range\nmore\n")
-        raise RuntimeError(QUEUE)
+        _write_and_fail(b"EZ9999: slot 99 is out of range\nmore\n")
     assert caught.value.cause == "slot 99 is out of range"
     os.write(2, b"afterwards\n")
     assert capfd.readouterr().err == "EZ9999: slot 99 is out of range\nmore\nafterwards\n"
@@ -213,10 +235,7 @@ def test_what_is_written_to_stderr_is_searched_and_passed_on(capfd: pytest.Captu
 def test_a_flood_on_stderr_is_passed_on_whole_and_kept_in_part(capfd: pytest.CaptureFixture[str]) -> None:
     line = b"x" * 1023 + b"\n"
     with pytest.raises(NpuError) as caught, npu_call("op", listen=True):
-        os.write(2, b"EZ9999: the first cause\n")
-        for _ in range(1024):
-            os.write(2, line)
-        raise RuntimeError(QUEUE)
+        _write_and_fail(b"EZ9999: the first cause\n", *[line] * 1024)
     assert caught.value.cause == "the first cause"
     assert len(capfd.readouterr().err) == 24 + 1024 * 1024
 

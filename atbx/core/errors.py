@@ -119,7 +119,8 @@ class MissingExtraError(AtbxError, ImportError):
 class NpuError(AtbxError, RuntimeError):
     """A call of torch_npu failed: `what` is the first real cause; see `code`, `meaning`, `operands` and `advice`.
 
-    codes: every code that was printed. is_late: the failing launch may be an earlier one than `where`.
+    codes: every code that was printed. is_late: the failing launch may be an earlier one than `where`; launch: its
+    name, where torch_npu's queue tells it.
     """
 
     def __init__(
@@ -133,11 +134,15 @@ class NpuError(AtbxError, RuntimeError):
         operands: tuple[str, ...] = (),
         advice: str | None = None,
         is_late: bool = False,
+        launch: str | None = None,
     ) -> None:
+        self.launch = launch
         self.code, self.codes, self.meaning = code, codes, meaning
         self.operands, self.advice, self.is_late = operands, advice, is_late
         name = f"{meaning} ({code}): " if meaning and code else ""
         given = f"; operands {', '.join(operands)}" if operands else ""
         late = "; an earlier launch may be the one that failed" if is_late else ""
+        if launch is not None:
+            late = f"; the launch that failed is {launch}"
         super().__init__(f"{name}{what}{given}{late}", where=where, hint=advice)
         self.cause = what

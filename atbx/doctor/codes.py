@@ -260,6 +260,10 @@ _SAYS_NOTHING = re.compile(
     r"^(inner error!?|TraceBack \(most recent call last\):?|Solution:.*|Possible Cause:.*|the error from this.*|)$",
     re.IGNORECASE,
 )
+_LOGGED = re.compile(r"\[E\d{4} [^\]]*\]\s*(?P<text>\S.*)")
+"""An error that torch_npu's queue logs to stderr: `[E1201 14:59:49 OpParamMaker.cpp:580] ...`."""
+
+_OPERATOR = re.compile(r"current working operator name is (\w+)")
 _ADDED = re.compile(
     r"^(\[ERROR\] \d{4}-|\[Error\]:|\[?W\d{4} |Warning:|Since the operator is called|Note: ASCEND_LAUNCH|"
     r"Traceback|File \"|The Inner error is reported|NPUGRAPH DFX|Rectify the fault)"
@@ -291,6 +295,12 @@ def codes_in(text: str) -> tuple[str, ...]:
     """Every code in a text, in its order."""
     found = re.finditer(rf"{_NUMERIC.pattern}|\b(E[A-Z0-9]\d{{4}}|ERR\d{{5}})\b", text, re.IGNORECASE)
     return tuple(dict.fromkeys(m[1] or m[2].upper() for m in found))
+
+
+def operator_in(text: str) -> str | None:
+    """The launch that torch_npu's queue names as the one that failed, or None."""
+    found = _OPERATOR.search(text)
+    return found[1] if found else None
 
 
 def first_cause(*texts: str) -> Cause:
@@ -329,6 +339,9 @@ def _first_line(lines: list[str]) -> tuple[str, str | None]:
             # "EZ9999: Inner Error!" alone: the line below it is the cause.
             return _TRAILER.sub("", line).strip(), pending
     for line in lines:
+        logged = _LOGGED.match(line)
+        if logged:
+            return logged["text"], None
         if any(pattern.search(line) for pattern, _ in TEXTS):
             return line, None
     said = [line for line in lines if not _SAYS_NOTHING.match(line) and not _ADDED.match(line)]
