@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from atbx import npu_errors
 from atbx.checkpoints.leaves import release
 from atbx.core import binding as core_binding
 from atbx.core import jit as core_jit
@@ -18,7 +19,10 @@ from atbx.core.buckets import Bucket
 from atbx.core.errors import StagingError, UnsupportedError
 from atbx.core.op import Interpreter, Op, ReferenceInterpreter, ShapeInterpreter, interpreter
 from atbx.kernels import ascend, cpu
+from atbx.kernels.ascend.failures import set_teller
 from atbx.kernels.ascend.interpreter import AscendInterpreter
+
+set_teller(npu_errors)
 
 DEVICES = ("cpu", "npu", "npu:INDEX")
 

@@ -20,6 +20,7 @@ from atbx.core.executable import Call, Lowered, Observer, current_observer, with
 from atbx.core.memory import storage_roots
 from atbx.core.program import Equation, Literal, Var
 from atbx.kernels.ascend.budget import budget_of, count_updates, streams_of_graph
+from atbx.kernels.ascend.failures import told
 from atbx.kernels.ascend.lengths import LengthUpdates
 from atbx.kernels.ascend.lowering import Upload, make_plans, run_host, split
 from atbx.kernels.ascend.plan import StepPlan
@@ -174,13 +175,19 @@ class AscendExecutable:
     def finish(self, step: Step) -> list[Any]:
         """Run the step; results share no memory with the executable's buffers."""
         with self._lock, torch.no_grad(), self.device.npu.device(self.device.device):
-            if self.is_eager:
-                self._send(step)
-                with self.device.launching():
-                    results = self._launch(step.given, step.plans, observer=current_observer())
-            else:
-                results = self._replay(step)
-            return self._read(step, results)
+            try:
+                if self.is_eager:
+                    self._send(step)
+                    with self.device.launching():
+                        results = self._launch(step.given, step.plans, observer=current_observer())
+                else:
+                    results = self._replay(step)
+                return self._read(step, results)
+            except RuntimeError as error:
+                found = told(error, "a step")
+                if found is error:
+                    raise
+                raise found from error
 
     def _send(self, step: Step) -> None:
         """Copy the host's values of a step to the device."""
@@ -268,29 +275,34 @@ class AscendExecutable:
         observer: Observer | None = None,
     ) -> list[Any]:
         """Launch every call; with `lengths`, record those that take lengths so that they can be updated."""
+        slots = self._filled(given, plans)
+        with observer.walk(self._calls, self.device) if observer is not None else nullcontext():
+            for call in self._calls:
+                operands = [slots[i] for i in call.reads]
+                try:
+                    with span(call.label):
+                        if lengths is not None and is_updatable(call.run, operands):
+                            result = record(call, operands, lengths, self._plan_number(call))
+                        elif observer is not None:
+                            result = observer.run(call, operands)
+                        else:
+                            result = call.run(*operands)
+                except RuntimeError as error:
+                    found = told(error, call.label, operands)
+                    if found is error:
+                        raise
+                    raise found from error
+                _keep(call, result, slots)
+        return [slots[self._slots[v]] if v in self._slots else None for v in self._roots]
+
+    def _filled(self, given: dict[Var, torch.Tensor], plans: list[Any]) -> list[Any]:
+        """The slots of one run: given tensors, and plans with this run's lists."""
         slots = self._template.copy()
         for var, value in given.items():
             slots[self._slots[var]] = value
         for number, plan in enumerate(self._plans):
             slots[self._slots[("plan", number)]] = StepPlan(plan.arrays, plans[number].lists)
-        with observer.walk(self._calls, self.device) if observer is not None else nullcontext():
-            for call in self._calls:
-                operands = [slots[i] for i in call.reads]
-                with span(call.label):
-                    if lengths is not None and is_updatable(call.run, operands):
-                        result = record(call, operands, lengths, self._plan_number(call))
-                    elif observer is not None:
-                        result = observer.run(call, operands)
-                    else:
-                        result = call.run(*operands)
-                if len(call.outs) == 1:
-                    slots[call.outs[0]] = result
-                else:
-                    for slot, value in zip(call.outs, result, strict=True):
-                        slots[slot] = value
-                for slot in call.drops:
-                    slots[slot] = None
-        return [slots[self._slots[v]] if v in self._slots else None for v in self._roots]
+        return slots
 
     def _plan_number(self, call: Call) -> int:
         slot = call.reads[-1]
@@ -324,6 +336,17 @@ class AscendExecutable:
         if index not in self._pinned:
             self._pinned[index] = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
         return self._pinned[index].copy_(value, non_blocking=True)
+
+
+def _keep(call: Call, result: Any, slots: list[Any]) -> None:
+    """Put a call's results into their slots and let go of what it read last."""
+    if len(call.outs) == 1:
+        slots[call.outs[0]] = result
+    else:
+        for slot, value in zip(call.outs, result, strict=True):
+            slots[slot] = value
+    for slot in call.drops:
+        slots[slot] = None
 
 
 def label(equation: Equation) -> str:
