@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from doctor_trees import NOTHING, Tree
+from doctor_trees import NOTHING, Tree, put
 
-from atbx.doctor.installation import NEEDED_LIBRARIES
+from atbx.doctor.installation import NEEDED_LIBRARIES, read
 
 GOOD = Tree()
 OLD = Tree(cann="8.1.RC1", kernels="8.1.RC1", nnal="8.1.RC1", torch="2.5.1", torch_npu="2.5.1")
@@ -324,8 +324,30 @@ def test_the_inner_version_is_not_taken_for_the_release(tmp_path: Path) -> None:
     path = tmp_path / info
     path.parent.mkdir()
     path.write_text("Version=7.7.0.1.238\nversion_dir=8.1.RC1\ntimestamp=20250414\n")
-    from atbx.doctor.installation import read
-
     toolkit = read(tmp_path, {}, {}.get).toolkit
     assert toolkit is not None
     assert str(toolkit.version) == "8.1.RC1"
+
+
+def test_a_folder_that_cannot_be_looked_into_counts_as_not_there(tmp_path: Path) -> None:
+    # A name that the file system refuses fails as a folder does that this user may not enter.
+    report = GOOD.but(environ={"ASCEND_OPP_PATH": "/" + "x" * 5000}).examine(tmp_path)
+    assert [f.id for f in report.findings] == ["environment.no_folder"]
+
+
+def test_links_that_turn_in_a_circle_end_the_search(tmp_path: Path) -> None:
+    (tmp_path / "opt").mkdir()
+    (tmp_path / "opt/circle").symlink_to(tmp_path / "opt/circle")
+    report = GOOD.but(environ={"ASCEND_TOOLKIT_HOME": "/opt/circle"}).examine(tmp_path)
+    assert [f.id for f in report.findings] == ["environment.no_folder", "environment.two_toolkits"]
+
+
+def test_a_toolkit_beside_the_usual_place_is_found_by_its_version(tmp_path: Path) -> None:
+    for version in ("8.5.0", "9.0.0"):
+        put(
+            tmp_path / f"usr/local/Ascend/cann-{version}/x86_64-linux/ascend_toolkit_install.info",
+            f"version={version}\n",
+        )
+    found = read(tmp_path, {}, {}.get)
+    assert found.toolkit is not None
+    assert (str(found.toolkit.version), found.arch) == ("9.0.0", "x86_64")

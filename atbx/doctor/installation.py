@@ -114,7 +114,17 @@ class Installation:
 
     def library(self, name: str) -> Path | None:
         """Where the loader finds a library, or None."""
-        return next((f / name for f in self.folders_searched() if (f / name).exists()), None)
+        return next((f / name for f in self.folders_searched() if exists(f / name)), None)
+
+
+def exists(path: Path) -> bool:
+    """Whether something is there; a folder that this user may not enter, or a name too long, counts as nothing."""
+    return os.path.exists(path)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder is there, likewise."""
+    return os.path.isdir(path)
 
 
 def read(
@@ -158,13 +168,13 @@ def read(
         devices=tuple(
             sorted(int(p.name[7:]) for p in device_folder.glob("davinci[0-9]*") if p.name[7:].isdigit())
         ),
-        missing_controls=tuple(name for name in CONTROL_DEVICES if not (device_folder / name).exists()),
+        missing_controls=tuple(name for name in CONTROL_DEVICES if not exists(device_folder / name)),
         families=_families(base),
         torch_abi=_torch_abi(torch_folder, parsed((packages or _own_package)("torch"))),
         is_torch_for_cuda=_is_for_cuda(torch_folder, (packages or _own_package)("torch")),
-        has_nvidia=any((device_folder / n).exists() for n in ("nvidiactl", "nvidia0")),
-        is_container=any((base / n).exists() for n in (".dockerenv", "run/.containerenv")),
-        npu_smi=next((path for path in smi if path.exists()), None),
+        has_nvidia=any(exists(device_folder / n) for n in ("nvidiactl", "nvidia0")),
+        is_container=any(exists(base / n) for n in (".dockerenv", "run/.containerenv")),
+        npu_smi=next((path for path in smi if exists(path)), None),
     )
 
 
@@ -181,14 +191,14 @@ def packages_below(root: Path) -> tuple[Callable[[str], str | None], Path | None
         for pattern in patterns
         for python in sorted(root.glob(pattern))
         for site in (python / "site-packages", python / "dist-packages")
-        if site.is_dir()
+        if is_folder(site)
     ]
     found = {
         _plain(d.metadata["Name"]): d.version
         for d in metadata.distributions(path=[str(f) for f in folders])
         if d.metadata["Name"]
     }
-    torch = next((f / "torch" for f in folders if (f / "torch").is_dir()), None)
+    torch = next((f / "torch" for f in folders if is_folder(f / "torch")), None)
     numbers = [re.fullmatch(r"python(3\.\d+)", f.parent.name) for f in folders]
     python = next((n[1] for n in numbers if n), None)
     return lambda name: found.get(_plain(name)), torch, python
@@ -197,7 +207,7 @@ def packages_below(root: Path) -> tuple[Callable[[str], str | None], Path | None
 def environment_below(root: Path) -> dict[str, str] | None:
     """The environment that /etc/environment of another root sets; None where it has none."""
     path = root / "etc/environment"
-    if not path.is_file():
+    if not exists(path):
         return None
     pairs = (line.removeprefix("export ").partition("=") for line in _lines(path) if "=" in line)
     return {key.strip(): value.strip().strip("\"'") for key, _, value in pairs}
@@ -229,7 +239,7 @@ def _facts(path: Path) -> dict[str, str]:
 
 def _info(folder: Path, name: str, keys: tuple[str, ...]) -> Component | None:
     """A folder with its version file; None where the folder does not exist."""
-    if not folder.is_dir():
+    if not is_folder(folder):
         return None
     path = folder / name
     facts = _facts(path)
@@ -239,18 +249,18 @@ def _info(folder: Path, name: str, keys: tuple[str, ...]) -> Component | None:
 
 def _of_env(base: Path, env: Mapping[str, str], name: str) -> Path | None:
     value = env.get(name)
-    return base / value.lstrip("/") if value and (base / value.lstrip("/")).is_dir() else None
+    return base / value.lstrip("/") if value and is_folder(base / value.lstrip("/")) else None
 
 
 def _first(*paths: Path | None) -> Path | None:
-    return next((p for p in paths if p is not None and p.is_dir()), None)
+    return next((p for p in paths if p is not None and is_folder(p)), None)
 
 
 def _toolkit(base: Path, env: Mapping[str, str]) -> Component | None:
     """The toolkit that the environment names, else one at the usual places; the newest of several."""
     ascend = base / ASCEND
     usual = [ascend / name for name in _TOOLKITS]
-    versioned = [p for p in (*ascend.glob("cann-*"), *ascend.glob("ascend-toolkit/[0-9]*")) if p.is_dir()]
+    versioned = [p for p in (*ascend.glob("cann-*"), *ascend.glob("ascend-toolkit/[0-9]*")) if is_folder(p)]
     numbered = [(v, p) for p in versioned if (v := parsed(p.name.removeprefix("cann-"))) is not None]
     homes = [h / "Ascend" for h in (base / "root", *base.glob("home/*"))]
     candidates = [
@@ -305,7 +315,7 @@ def _kernel_chips(opp: Path | None) -> tuple[str, ...]:
     found = []
     for family, name in KERNEL_FOLDERS.items():
         folder = kernels / name
-        if folder.is_dir() and len([p for p in folder.iterdir() if p.name != "ops_oam"]) >= _FEW_KERNELS:
+        if len([p for p in folder.glob("*") if p.name != "ops_oam"]) >= _FEW_KERNELS:
             found.append(family)
     return tuple(found)
 
@@ -318,7 +328,7 @@ def _nnal(base: Path, env: Mapping[str, str]) -> tuple[Component | None, tuple[i
     folder = _first(*homes)
     if folder is None:
         return None, ()
-    abis = tuple(n for n in (0, 1) if (folder / f"cxx_abi_{n}/lib/libatb.so").exists())
+    abis = tuple(n for n in (0, 1) if exists(folder / f"cxx_abi_{n}/lib/libatb.so"))
     path = folder.parent / "version.info"
     facts = _facts(path)
     keys = ("ascend-cann-atb", "ascend-cann-atb version", "version_dir", "version")
@@ -339,7 +349,7 @@ def _families(base: Path) -> tuple[str, ...]:
 
 def _torch_folder() -> Path | None:
     """The package torch of this Python, without importing it."""
-    return next((Path(p) / "torch" for p in sys.path if p and (Path(p) / "torch/version.py").is_file()), None)
+    return next((Path(p) / "torch" for p in sys.path if p and exists(Path(p) / "torch/version.py")), None)
 
 
 def _torch_abi(folder: Path | None, version: Version | None) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atbx.doctor.installation import Installation
+from atbx.doctor.installation import Installation, exists
 from atbx.doctor.versions import Version, parse
 
 _CHIP_TYPES = {"A2": "910b", "A3": "A3", "310P": "310p", "910A": "910"}
@@ -40,7 +40,7 @@ def source_toolkit(found: Installation) -> str:
     """Puts the toolkit's folders into the environment."""
     assert found.toolkit is not None
     inside = found.toolkit.path / "set_env.sh"
-    script = inside if inside.exists() else found.toolkit.path.parent / "set_env.sh"
+    script = inside if exists(inside) else found.toolkit.path.parent / "set_env.sh"
     return f"source {found.shown(script)}"
 
 
@@ -48,6 +48,6 @@ def source_nnal(found: Installation) -> str:
     """Puts NNAL's folders into the environment, for the C++ ABI of torch."""
     assert found.nnal is not None
     inside = found.nnal.path.parent / "set_env.sh"
-    script = inside if inside.exists() else found.nnal.path.parent.parent / "set_env.sh"
+    script = inside if exists(inside) else found.nnal.path.parent.parent / "set_env.sh"
     abi = "" if found.torch_abi is None else f" --cxx_abi={found.torch_abi}"
     return f"source {found.shown(script)}{abi}"

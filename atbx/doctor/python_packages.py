@@ -132,9 +132,8 @@ def check_pair(found: Installation) -> Iterator[Finding]:
             **facts,
         )
     elif judged.pair is Pair.ACROSS:
-        yield note(
-            "pair.across", "this pair was not released together, but is documented to run", where, **facts
-        )
+        what = "this pair was not released together, but is documented to run"
+        yield note("pair.across", what, where, "nothing that is known", **facts)
     elif judged.pair is Pair.OLD_CANN:
         yield error(
             "pair.old_cann",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from atbx.doctor.findings import Finding, error, note
-from atbx.doctor.installation import ASCEND, KERNEL_FOLDERS, NEEDED_LIBRARIES, Installation
+from atbx.doctor.installation import ASCEND, KERNEL_FOLDERS, NEEDED_LIBRARIES, Installation, exists, is_folder
 from atbx.doctor.matrix import is_newer_than_matrix, ops_go_with
 from atbx.doctor.packages import (
     kernels_command,
@@ -162,7 +162,7 @@ def check_libraries(found: Installation) -> Iterator[Finding]:
     if missing:
         folder = found.toolkit.path
         places = (folder / "lib64", *sorted(folder.glob("*-linux/lib64")))
-        here = [name for name in missing if any((place / name).exists() for place in places)]
+        here = [name for name in missing if any(exists(place / name) for place in places)]
         if len(here) < len(missing):
             absent = [name for name in missing if name not in here]
             yield error(
@@ -200,7 +200,7 @@ def check_libraries(found: Installation) -> Iterator[Finding]:
         )
     modules = found.toolkit.path / "python/site-packages"
     listed = [found.below(part) for part in found.environ.get("PYTHONPATH", "").split(":") if part]
-    if (modules / "tbe").is_dir() and not any((folder / "tbe").is_dir() for folder in listed):
+    if is_folder(modules / "tbe") and not any(is_folder(folder / "tbe") for folder in listed):
         yield error(
             "environment.pythonpath",
             "the operator compiler's Python modules are not on PYTHONPATH",

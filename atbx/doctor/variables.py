@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 
 from atbx.doctor.findings import Finding, error, note, warning
-from atbx.doctor.installation import Installation
+from atbx.doctor.installation import Installation, is_folder
 from atbx.doctor.packages import source_nnal, source_toolkit
 
 ALLOCATOR_KEYS = {
@@ -42,7 +43,7 @@ def _check_paths(found: Installation) -> Iterator[Finding]:
         ("ATB_HOME_PATH", source_nnal(found) if found.nnal is not None else None),
     ):
         value = environ.get(name)
-        if value and not found.below(value).is_dir():
+        if value and not is_folder(found.below(value)):
             yield error(
                 "environment.no_folder",
                 f"{name} names a folder that does not exist",
@@ -66,7 +67,7 @@ def _check_paths(found: Installation) -> Iterator[Finding]:
     if (
         opp
         and home
-        and found.below(opp).is_dir()
+        and is_folder(found.below(opp))
         and not _real(found, opp).startswith(_real(found, home).rstrip("/") + "/")
     ):
         yield warning(
@@ -81,7 +82,7 @@ def _check_paths(found: Installation) -> Iterator[Finding]:
 
 
 def _real(found: Installation, path: str) -> str:
-    return str(found.below(path).resolve())
+    return os.path.realpath(found.below(path))
 
 
 def _check_visible(found: Installation) -> Iterator[Finding]:
