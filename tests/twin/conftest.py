@@ -8,10 +8,10 @@ Chip and CANN come from ATBX_SOFTWARE_NPU_CHIP and ATBX_SOFTWARE_NPU_CANN (one p
 from __future__ import annotations
 
 import pytest
+from npu_fixtures import half, played, unused
 
 from atbx.testing.pytest_plugin import software_npu_device, software_npu_session
 from atbx.testing.software_npu import SoftwareNpu
-from npu_fixtures import half, played, unused
 
 __all__ = ["half", "played", "software_npu_device", "software_npu_session", "unused"]
 
