@@ -2,7 +2,8 @@
 
 The other backend's fused program is run, but every equation outside the chosen groups by the CPU's kernels, so that
 what a group does to the logits is seen alone. Groups are parts of a transformer block, found by the ops and by what
-feeds what: the projections of q, k and v belong to attention, those around a gated activation to the feed-forward network.
+feeds what: the projections of q, k and v belong to attention, those around a gated activation to the feed-forward
+network.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def test_rooms_are_never_imported_by_their_folder_names() -> None:
 
 
 def test_an_import_inside_a_function_is_of_an_optional_dependency() -> None:
-    # These decide how torch is imported, or must do their work where it cannot be: the guard, the software device and the
+    # These decide how torch is imported, or do their work where it cannot be: the guard, the software device and the
     # commands that enter it first, and the doctor.
     late = {"torch_guard.py", "commands/compare.py", "commands/software.py", "commands/doctor.py"}
     wrong = [
