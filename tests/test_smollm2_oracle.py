@@ -112,13 +112,14 @@ def ours(model: Any, oracle: Oracle, dtype: torch.dtype, mode: str) -> list[torc
 def test_fp32_logits_are_as_close_to_fp64_as_those_of_transformers(
     model: Any, oracle: Oracle, mode: str
 ) -> None:
-    # Over a sequence, and at its worst position. A single position proves nothing either way: transformers' own two
-    # attention implementations differ there by up to 4.2 in this ratio, and by more than 1.5 at one in eight.
+    # Over a sequence. A single position, the worst one too, proves little either way: transformers' own two attention
+    # implementations differ there by up to 4.2 in this ratio, and by more than 1.5 at one in eight; on a machine with
+    # AVX2 alone the worst position of a sequence was seen at 3.2. So it has that wider bound.
     found = ours(model, oracle, torch.float32, mode)
     for exact, allowed, logits in zip(oracle.fp64, oracle.fp32_error, found, strict=True):
         error = (logits.double() - exact).norm(dim=-1)
         assert error.norm() <= 1.5 * allowed.norm()
-        assert error.max() <= 1.5 * allowed.max()
+        assert error.max() <= 4.2 * allowed.max()
 
 
 @pytest.mark.parametrize("mode", MODES)
