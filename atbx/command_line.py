@@ -226,9 +226,14 @@ def _doctor(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--root", metavar="DIR", default="/", help="examine what is below it, such as a container image"
     )
-    command.add_argument("--chip", metavar="NAME", help="the NPU's name, where files do not tell: Ascend910B3")
     command.add_argument(
-        "--import", dest="try_import", action="store_true", help="also import torch_npu, in a process of its own"
+        "--chip", metavar="NAME", help="the NPU's name, where files do not tell: Ascend910B3"
+    )
+    command.add_argument(
+        "--import",
+        dest="try_import",
+        action="store_true",
+        help="also import torch_npu, in a process of its own",
     )
     arguments.add_json(command)
 
