@@ -170,4 +170,5 @@ def launch(
     grid = (min(N * variant.items, _programs(qkv)),)
     # A norm that is left out is compiled away; its pointer only has to be one.
     weights = (qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm)
-    load_kernel()[grid](*tensors, *weights, N, **variant.constants())
+    by_hand = qkv.device.type == "cpu" and qkv.dtype == torch.bfloat16
+    load_kernel()[grid](*tensors, *weights, N, **variant.constants(by_hand))

@@ -13,6 +13,16 @@ import triton.language as tl
 
 
 @triton.jit
+def _rounded(x, dtype: tl.constexpr, BY_HAND: tl.constexpr):
+    """x as `dtype`, to nearest even. The compiler does so; the interpreter cuts BF16 off, so it is rounded by hand."""
+    if BY_HAND:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = bits + 0x7FFF + ((bits >> 16) & 1)
+        x = ((bits >> 16) << 16).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
 def _turned(
     source,
     target,
@@ -31,6 +41,7 @@ def _turned(
     GROUP: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
+    BY_HAND: tl.constexpr,
 ):
     """Heads first.. first+GROUP of one token, normed where asked for and turned, from `source` to `target`.
 
@@ -61,13 +72,13 @@ def _turned(
         b = b * scale * tl.load(weight + pair * STEP + GAP, mask=is_pair, other=0.0).to(tl.float32)[None, :]
         if REST_BLOCK > 0:
             rest_weight = tl.load(weight + 2 * HALF + channel, mask=is_rest, other=0.0).to(tl.float32)
-            rest = (wide * scale * rest_weight[None, :]).to(rest.dtype)
+            rest = _rounded(wide * scale * rest_weight[None, :], target.dtype.element_ty, BY_HAND)
     c = tl.load(cos + pair, mask=is_pair, other=0.0)[None, :]
     s = tl.load(sin + pair, mask=is_pair, other=0.0)[None, :]
     to = target + head[:, None] * target_stride + pair[None, :] * STEP
-    dtype = target.dtype.element_ty
-    tl.store(to, (a * c - b * s).to(dtype), mask=inside)
-    tl.store(to + GAP, (b * c + a * s).to(dtype), mask=inside)
+    dtype: tl.constexpr = target.dtype.element_ty
+    tl.store(to, _rounded(a * c - b * s, dtype, BY_HAND), mask=inside)
+    tl.store(to + GAP, _rounded(b * c + a * s, dtype, BY_HAND), mask=inside)
     if REST_BLOCK > 0:
         tl.store(target + head[:, None] * target_stride + 2 * HALF + channel[None, :], rest, mask=rest_inside)
 
@@ -98,6 +109,7 @@ def qkv_rotary_write_kernel(
     HEAD_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
+    ROUNDS_BY_HAND: tl.constexpr,
 ):
     """qkv [N,(H+2K)*D], cos and sin [N,HALF] FP32, slots [N] to q_out [N,H,D] and the arenas.
 
@@ -135,6 +147,7 @@ def qkv_rotary_write_kernel(
                 Q_GROUP,
                 HALF_BLOCK,
                 REST_BLOCK,
+                ROUNDS_BY_HAND,
             )
         else:
             slot = tl.load(slots + token).to(tl.int64)
@@ -162,6 +175,7 @@ def qkv_rotary_write_kernel(
                     KV_GROUP,
                     HALF_BLOCK,
                     REST_BLOCK,
+                    ROUNDS_BY_HAND,
                 )
                 head = first + tl.arange(0, KV_GROUP)
                 channel = tl.arange(0, HEAD_BLOCK)

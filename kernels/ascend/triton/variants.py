@@ -57,8 +57,11 @@ class Variant:
         """Pieces of work of one token."""
         return sum(-(-n // self.group(n)) for n in (self.heads, self.kv_heads))
 
-    def constants(self) -> dict[str, Any]:
-        """Compile-time constants of the kernel, by its parameters' names."""
+    def constants(self, rounds_by_hand: bool = False) -> dict[str, Any]:
+        """Compile-time constants of the kernel, by its parameters' names.
+
+        rounds_by_hand: for the interpreter on BF16, which does not round.
+        """
         return {
             "eps": self.eps,
             "HEADS": self.heads,
@@ -74,6 +77,7 @@ class Variant:
             "HEAD_BLOCK": _power(self.head_size),
             "HALF_BLOCK": _power(self.rotary_dim // 2),
             "REST_BLOCK": _power(self.head_size - self.rotary_dim),
+            "ROUNDS_BY_HAND": rounds_by_hand,
         }
 
     def problem(self) -> str | None:
