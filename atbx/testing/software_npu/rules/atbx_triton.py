@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -54,12 +55,27 @@ def qkv_rotary_write(
     layout: str = "slots",
 ) -> None:
     """qkv [N,(H+2K)*D], cos and sin [N,rotary_dim/2], slots [N] to q_out [N,H,D] and the arenas, in place."""
-    sizes = {"heads": heads, "kv_heads": kv_heads, "head_size": head_size, "rotary_dim": rotary_dim}
-    tensors = (qkv, cos, sin, slots, k_arena, v_arena, q_out, q_norm, k_norm)
-    compute = plainly
+    compute: Callable[..., None] = plainly
     if is_interpreted():
         compute = importlib.import_module("atbx.kernels.ascend.triton.launcher").launch
-    compute(*tensors, **sizes, style=style, eps=eps, layout=layout)
+    compute(
+        qkv,
+        cos,
+        sin,
+        slots,
+        k_arena,
+        v_arena,
+        q_out,
+        q_norm,
+        k_norm,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        rotary_dim=rotary_dim,
+        style=style,
+        eps=eps,
+        layout=layout,
+    )
 
 
 def plainly(
