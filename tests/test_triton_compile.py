@@ -34,6 +34,7 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "ascend-triton.md"
         Variant(32, 8, 128, 128, "half"),
         Variant(14, 2, 64, 32, "interleaved", page=128),
         Variant(32, 8, 256, 128, "half", True, True, 1e-6),
+        Variant(8, 1, 80, 80, "interleaved"),
     ],
 )
 def test_compiles_within_the_unified_buffer(variant: Variant, dtype: str) -> None:
@@ -54,6 +55,14 @@ def test_the_document_lists_every_variant_and_none_refused() -> None:
     rows = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("|") and "%)" in line]
     assert len(rows) == len(list(variants()))
     assert "refused:" not in DOCUMENT.read_text()
+
+
+def test_interleaved_pairs_of_one_head_alone_crash_the_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Why `Variant.group` never makes such a tile; when this passes the compiler, it may.
+    one = Variant(8, 1, 128, 128, "interleaved")
+    monkeypatch.setattr(Variant, "group", lambda self, heads: min(heads, 8))
+    with pytest.raises(Refused, match="triton-adapter-opt ended with"):
+        compile_variant(one, "fp16")
 
 
 def test_use_is_the_end_of_the_highest_buffer() -> None:

@@ -56,6 +56,11 @@ def test_tiles_of_heads() -> None:
     assert Variant(32, 8, 256, 256, "half").items == 8 + 2
     assert Variant(14, 2, 64, 64, "half").items == 1 + 1
     assert Variant(12, 1, 80, 80, "half").items == 2 + 1
+    assert Variant(12, 1, 80, 80, "half").group(1) == 1
+    # Interleaved pairs: never one head alone, and half the tile where they are short of a power of two.
+    assert Variant(8, 1, 128, 128, "interleaved").group(1) == 2
+    assert Variant(8, 8, 128, 128, "interleaved").group(8) == 8
+    assert Variant(8, 8, 80, 80, "interleaved").group(8) == 4
 
 
 def _meta(**change: torch.Tensor | None) -> dict:

@@ -73,7 +73,7 @@ def linalg_of(variant: Variant, dtype: str, slots: str, chip: str) -> str:
     try:
         return ttir_to_linalg(module, metadata, options, named_ops=True)
     except subprocess.CalledProcessError as error:
-        raise Refused(error.stderr.decode()[-300:]) from error
+        raise Refused(f"triton-adapter-opt ended with {error.returncode}") from error
 
 
 def ub_bytes(hivm: str) -> int:
@@ -125,7 +125,7 @@ def compile_variant(variant: Variant, dtype: str, slots: str = "i32", chip: str 
         planned = kept / "module.hivm.opt.mlir"
         overflow = _OVERFLOW.search(said)
         if overflow or not planned.is_file() or (ran.returncode and "hivmc" not in said):
-            raise Refused(overflow.group(0) if overflow else said[-300:])
+            raise Refused(overflow.group(0) if overflow else " ".join(said.split())[-300:])
         return ub_bytes(planned.read_text())
 
 

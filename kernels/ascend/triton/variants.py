@@ -50,7 +50,12 @@ class Variant:
 
     def group(self, heads: int) -> int:
         """Heads of a tile: a power of two, as many as the channels of a tile allow."""
-        return min(_power(heads), max(1, _TILE // _power(self.head_size)))
+        is_interleaved, half = self.style == "interleaved", self.rotary_dim // 2
+        # Interleaved pairs short of a power of two are masked by a buffer of their own each.
+        tile = _TILE // 2 if is_interleaved and half != _power(half) else _TILE
+        found = min(_power(heads), max(1, tile // _power(self.head_size)))
+        # triton-adapter-opt 3.2.0 crashes on interleaved pairs in a tile of one head.
+        return max(2, found) if is_interleaved else found
 
     @property
     def items(self) -> int:
