@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from atbx.kernels.ascend.triton import launch
+from atbx.kernels.ascend.triton import interpreted, launch
 from atbx.testing.software_npu.rules.registry import LIMITS, RULES, Call, first_refusal
 
 NAME = "atbx::qkv_rotary_write"
@@ -71,6 +71,11 @@ def test_a_quarter_turn_by_hand(rules: ModuleType, style: str, query: list[int],
     assert values.tolist() == [[[0.0] * 6], [[12.0, 13.0, 14.0, 15.0, 16.0, 17.0]]]
 
 
+def test_nothing_is_interpreted_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert interpreted() is None
+
+
 def test_it_stands_in_the_table(rules: ModuleType) -> None:
     assert RULES[NAME].function is rules.qkv_rotary_write
     assert len(LIMITS[NAME]) == 6
@@ -100,16 +105,16 @@ def test_rule_and_interpreted_kernel_agree(
         **(norms if is_normed else {}),
     }  # fmt: skip
     kernel, plain = _inputs(dtype, dims, bnsd), _inputs(dtype, dims, bnsd)
-    launched: list[int] = []
-
-    def counted(*args: object, **kwargs: object) -> None:
-        launched.append(1)
-        launch(*args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("atbx.kernels.ascend.triton.launcher.launch", counted)
-    rules.qkv_rotary_write(**kernel, **options)
-    assert launched == [1]
-    rules.plainly(**plain, **options)
+    found = interpreted()
+    assert found is launch
+    rules.run_instead(found)
+    monkeypatch.setattr(rules, "plainly", None)  # the rule must run the kernel now
+    try:
+        rules.qkv_rotary_write(**kernel, **options)
+    finally:
+        rules.run_instead(None)
+        monkeypatch.undo()
+    rules.qkv_rotary_write(**plain, **options)
     step = torch.finfo(dtype).eps if is_normed else 0.0
     for name in ("q_out", "k_arena", "v_arena"):
         torch.testing.assert_close(

@@ -6,8 +6,18 @@ compiler and Triton's interpreter, so numerics are tested on a CPU and compilati
 
 from __future__ import annotations
 
-from atbx.kernels.ascend.triton.launcher import launch, load_kernel
+from atbx.kernels.ascend.triton.launcher import interpreted, launch, load_kernel
 from atbx.kernels.ascend.triton.operator import OPERATOR, SCHEMA, register
 from atbx.kernels.ascend.triton.variants import UB_BYTES, Variant, refuses
 
-__all__ = ["OPERATOR", "SCHEMA", "UB_BYTES", "Variant", "launch", "load_kernel", "refuses", "register"]
+__all__ = [
+    "OPERATOR",
+    "SCHEMA",
+    "UB_BYTES",
+    "Variant",
+    "interpreted",
+    "launch",
+    "load_kernel",
+    "refuses",
+    "register",
+]

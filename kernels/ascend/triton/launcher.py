@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
+import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,6 +42,12 @@ def load_kernel() -> Any:
             hint="On an NPU: pip install 'triton-ascend>=3.2.0'. For the interpreter on a CPU: "
             "pip install 'atbx[triton]'. The two are the same module and cannot stand side by side",
         ) from error
+
+
+def interpreted() -> Callable[..., None] | None:
+    """The launch, where Triton is installed and told to interpret (TRITON_INTERPRET=1): it takes CPU tensors then."""
+    is_told = os.environ.get("TRITON_INTERPRET") == "1"
+    return launch if is_told and importlib.util.find_spec("triton") is not None else None
 
 
 @functools.cache

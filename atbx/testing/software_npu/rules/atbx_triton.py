@@ -1,14 +1,11 @@
 """atbx::qkv_rotary_write, the Triton kernel of our own: split, optional head norms, rotary and the cache write.
 
-Where Triton can be imported and interprets (TRITON_INTERPRET=1) the kernel itself runs; elsewhere a rule in plain
-torch, which the tests hold against it.
+The rule is plain torch and knows no kernel. Whoever has the kernel itself in Triton's interpreter may hand it in
+(`run_instead`), so that a device runs it; the tests hold the two against each other.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import os
 from collections.abc import Callable
 
 import torch
@@ -29,12 +26,15 @@ _NAME = "atbx::qkv_rotary_write"
 _SOURCE = "docs/ascend-triton.md"
 
 
-def is_interpreted() -> bool:
-    """Whether this process has Triton and was told to interpret it."""
-    return os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+_instead: list[Callable[..., None]] = []
 
 
-@rule(_NAME, source=_SOURCE + " and the interpreted kernel", status="document only")
+def run_instead(kernel: Callable[..., None] | None) -> None:
+    """Have `kernel`, called with the operator's arguments, fill the bytes; None: the rule in plain torch again."""
+    _instead[:] = [] if kernel is None else [kernel]
+
+
+@rule(_NAME, source=_SOURCE, status="document only")
 def qkv_rotary_write(
     qkv: torch.Tensor,
     cos: torch.Tensor,
@@ -55,9 +55,7 @@ def qkv_rotary_write(
     layout: str = "slots",
 ) -> None:
     """qkv [N,(H+2K)*D], cos and sin [N,rotary_dim/2], slots [N] to q_out [N,H,D] and the arenas, in place."""
-    compute: Callable[..., None] = plainly
-    if is_interpreted():
-        compute = importlib.import_module("atbx.kernels.ascend.triton.launcher").launch
+    compute = _instead[0] if _instead else plainly
     compute(
         qkv,
         cos,
